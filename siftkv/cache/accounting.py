@@ -1,0 +1,78 @@
+"""Physical bytes: pages, windows, tables and side buffers. Nothing is left out and nothing is nominal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from siftkv.kernels.state import CacheState
+
+_PER_SLOT = (
+    "page_table",
+    "lengths",
+    "window_k",
+    "window_v",
+    "window_score",
+    "seen",
+    "window_start",
+    "sinks",
+    "window",
+    "refresh",
+    "catch_up",
+    "alpha",
+    "cap",
+)
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """Bytes of a whole cache.
+
+    allocated: every tensor. pool: the pages. slots: windows, tables and rules of all request slots. shared: free ring, counters, rotary tables and
+    conditioning. pages_total, pages_used: counts. page_bytes: of one page.
+    """
+
+    allocated: int
+    pool: int
+    slots: int
+    shared: int
+    pages_total: int
+    pages_used: int
+    page_bytes: int
+
+    @property
+    def pages_free(self) -> int:
+        return self.pages_total - self.pages_used
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def slot_bytes(state: CacheState) -> int:
+    """Bytes of one request slot beside its pages: its window and its rows of every table."""
+    tensors = state.tensors()
+    return sum(_bytes(tensors[name]) for name in _PER_SLOT) // len(state.seen)
+
+
+def request_bytes(state: CacheState, pages: Tensor) -> Tensor:
+    """Physical bytes of requests that hold `pages` (int64 `[B]`) pages: those, their free-ring entries, and the slot's side buffers."""
+    return pages * (state.pages.shape[1] + state.free_ring.element_size()) + slot_bytes(state)
+
+
+def usage(state: CacheState) -> CacheUsage:
+    """Physical bytes of the cache, from the tensors themselves."""
+    tensors = state.tensors()
+    total = sum(_bytes(t) for t in tensors.values())
+    slots = sum(_bytes(tensors[name]) for name in _PER_SLOT)
+    pool = _bytes(state.pages)
+    return CacheUsage(
+        allocated=total,
+        pool=pool,
+        slots=slots,
+        shared=total - pool - slots,
+        pages_total=state.num_pages,
+        pages_used=state.num_pages - state.free_pages(),
+        page_bytes=state.pages.shape[1],
+    )

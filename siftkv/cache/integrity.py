@@ -1,0 +1,66 @@
+"""The check that finds what must never happen: a page owned twice, owned and free, lost, or a length that its pages do not hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from siftkv.errors import IntegrityError
+from siftkv.kernels.reference.pages import pages_needed
+from siftkv.kernels.state import CacheState
+
+
+def check_integrity(state: CacheState) -> None:
+    """Raise IntegrityError, saying what is wrong, unless the cache's bookkeeping is whole. Reads everything; for tests and debugging."""
+    _check_ownership(state)
+    _check_tables(state)
+    _check_windows(state)
+
+
+def _fail(message: str) -> None:
+    raise IntegrityError(message)
+
+
+def free_page_ids(state: CacheState) -> Tensor:
+    """Ids of the free pages in the order in which they will be taken, int64."""
+    taken, returned = state.counters.tolist()
+    return state.free_ring[torch.arange(taken, returned, device=state.pages.device) % state.num_pages].long()
+
+
+def _check_ownership(state: CacheState) -> None:
+    taken, returned = state.counters.tolist()
+    if not 0 <= returned - taken <= state.num_pages:
+        _fail(f"the free ring counts {returned - taken} free pages of {state.num_pages}")
+    owned = state.page_table[state.page_table >= 0].long()
+    both = torch.cat([owned, free_page_ids(state)])
+    if len(both) and not 0 <= int(both.min()) <= int(both.max()) < state.num_pages:
+        _fail("a page id lies outside the pool")
+    count = torch.bincount(both, minlength=state.num_pages)
+    if bool((count > 1).any()):
+        _fail(f"page {int(count.argmax())} is owned or free more than once")
+    if bool((count == 0).any()):
+        _fail(f"page {int(count.argmin())} is neither owned nor free: it leaked")
+
+
+def _check_tables(state: CacheState) -> None:
+    if bool((state.lengths < 0).any()):
+        _fail("a tier has a negative length")
+    held = pages_needed(state, state.lengths)
+    column = torch.arange(state.width, device=held.device)
+    expected = torch.zeros_like(state.page_table, dtype=torch.bool)
+    for tier in range(len(state.layouts)):
+        inside = column < held[..., tier, None]
+        expected[..., tier // 2, :] |= inside if tier % 2 == 0 else inside.flip(-1)
+    if bool(((state.page_table >= 0) != expected).any()):
+        slot, layer, head, *_ = ((state.page_table >= 0) != expected).nonzero()[0].tolist()
+        _fail(f"slot {slot}, layer {layer}, head {head}: the page table does not agree with the lengths")
+
+
+def _check_windows(state: CacheState) -> None:
+    inside = state.seen - state.window_start
+    if bool((inside > state.ring_rows).any()):
+        _fail(f"slot {int(inside.argmax())} keeps {int(inside.max())} tokens in a ring of {state.ring_rows} rows")
+    live = state.seen > 0
+    stored = state.lengths.long().sum(-1).amax((1, 2))
+    if bool((live & (stored > (state.window_start - state.sinks).clamp_min(0))).any()):
+        _fail("a head keeps more tokens in its tiers than have left its window")

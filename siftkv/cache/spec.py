@@ -1,0 +1,101 @@
+"""The size and shape of a cache, fixed when it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from siftkv.errors import FormatError
+from siftkv.formats import DENSE_DTYPES, PageLayout, Tier, TierFormat, choose_page_bytes
+
+RING_SLACK = 8
+"""Ring rows beyond the longest window: the new token, and a few that may wait when pages are short."""
+
+MAX_TIERS = 4
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a cache is built from.
+
+    num_layers, num_kv_heads, head_dim: of this rank's part of the model. dtype: of the window and the dense tier.
+    tiers: at most four, most precise first. page_bytes: 0 = chosen for the tiers. num_pages: of the pool. max_slots: requests resident at a time.
+    max_len: longest context in tokens. max_window, sink_rows: room in the window for each request.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    tiers: tuple[Tier, ...]
+    num_pages: int
+    max_slots: int
+    max_len: int
+    max_window: int = 64
+    sink_rows: int = 4
+    page_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.tiers) <= MAX_TIERS:
+            raise FormatError(f"a pool holds 1 to {MAX_TIERS} formats, not {len(self.tiers)}")
+        if not self.page_bytes:
+            object.__setattr__(self, "page_bytes", choose_page_bytes(self.tiers, self.head_dim))
+
+    @cached_property
+    def layouts(self) -> tuple[PageLayout, ...]:
+        return tuple(PageLayout(tier, self.head_dim, self.page_bytes) for tier in self.tiers)
+
+    @property
+    def ring_rows(self) -> int:
+        return self.max_window + RING_SLACK
+
+    @property
+    def table_width(self) -> int:
+        """Page-table entries that a row needs: the longest context in the tier of the row with the fewest tokens a page, and a part page each."""
+        return -(-self.max_len // min(layout.tokens for layout in self.layouts)) + 2
+
+    @property
+    def head_slots(self) -> int:
+        """Head slots of one request."""
+        return self.num_layers * self.num_kv_heads
+
+    def tier_index(self, fmt: TierFormat) -> int:
+        """Index of the tier with a format. Raises FormatError that names the pool's formats."""
+        for index, tier in enumerate(self.tiers):
+            if tier.format == fmt:
+                return index
+        names = ", ".join(t.name for t in self.tiers)
+        raise FormatError(f"format {fmt.name} is not one of this pool's ({names}): open it with formats that include {fmt.name}")
+
+    def bf16_bytes(self, tokens: int) -> int:
+        """Bytes that `tokens` tokens of one request take in a plain 16-bit cache of this model."""
+        return tokens * self.head_slots * self.head_dim * 2 * 2
+
+
+def dense_name(dtype: torch.dtype) -> str:
+    """Name of the dense format of a model's dtype."""
+    return next(name for name, d in DENSE_DTYPES.items() if d == dtype)
+
+
+def merge_tiers(needed: Iterable[Tier], positions: bool = False) -> tuple[Tier, ...]:
+    """One tier a format, with the state that any user of it needs, most precise first.
+
+    positions: whether quantised tiers store positions in any case (models whose key bias is added back by position).
+    """
+    merged: dict[TierFormat, Tier] = {}
+    for tier in needed:
+        known = merged.get(tier.format, replace(tier, scores=False, positions=False))
+        merged[tier.format] = replace(
+            known,
+            scores=known.scores or tier.scores,
+            positions=known.positions or tier.positions or (positions and not tier.format.dense),
+        )
+    return tuple(sorted(merged.values(), key=_precision, reverse=True))
+
+
+def _precision(tier: Tier) -> tuple[int, int, int, int, int]:
+    fmt = tier.format
+    return fmt.key_bits, fmt.value_bits, fmt.key_groups, fmt.value_groups, int(not fmt.compact)

@@ -1,0 +1,8 @@
+"""Every kernel in plain PyTorch: runs anywhere, vectorised over requests, layers and heads, and is what the fast bodies are tested against."""
+
+from siftkv.kernels.reference.attention import decode_attention
+from siftkv.kernels.reference.pages import release
+from siftkv.kernels.reference.prompt import append_tokens, prompt_importance, write_window
+from siftkv.kernels.reference.sift import sift_step
+
+__all__ = ["append_tokens", "decode_attention", "prompt_importance", "release", "sift_step", "write_window"]

@@ -1,0 +1,59 @@
+"""Page bookkeeping: plan (who needs how many), coordinate (a prefix sum gives disjoint ranges of the free ring), commit (write the tables).
+
+The ring's counters only grow, so the number of free pages is `returned - taken` and full and empty differ.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from siftkv.kernels.state import CacheState, table_column
+
+
+def take_pages(state: CacheState, count: Tensor) -> Tensor:
+    """Take `sum(count)` pages: `count` int64 `[n]`; returns their ids int32 in order, `count[0]` ids first. The caller made sure they are there."""
+    total = int(count.sum())
+    taken = state.counters[0]
+    where = (taken + torch.arange(total, device=count.device)) % state.num_pages
+    state.counters[0] += total
+    return state.free_ring[where]
+
+
+def return_pages(state: CacheState, page: Tensor) -> None:
+    """Give pages (int32 `[n]`) back to the ring in one operation."""
+    where = (state.counters[1] + torch.arange(len(page), device=page.device)) % state.num_pages
+    state.free_ring[where] = page.to(torch.int32)
+    state.counters[1] += len(page)
+
+
+def release(state: CacheState, slots: Tensor) -> None:
+    """Give back every page of the requests in `slots` (int64 `[B]`) and empty their tables and lengths."""
+    table = state.page_table[slots]
+    return_pages(state, table[table >= 0])
+    state.page_table[slots] = -1
+    state.lengths[slots] = 0
+    state.seen[slots] = 0
+    state.window_start[slots] = 0
+
+
+def extend_tier(state: CacheState, layer: int, slot: int, tier: int, count: Tensor) -> None:
+    """Make room for `count` (int64 `[H]`) more tokens a head in a tier of one layer; lengths grow by it.
+
+    Pages come in the order of the heads. The caller made sure that they are there.
+    """
+    layout = state.layouts[tier]
+    length = state.lengths[slot, layer, :, tier].long()
+    held, needed = -(-length // layout.tokens), -(-(length + count) // layout.tokens)
+    fresh = take_pages(state, needed - held)
+    head = torch.repeat_interleave(torch.arange(len(count), device=count.device), needed - held)
+    first = torch.cumsum(needed - held, 0) - (needed - held)
+    index = torch.arange(len(fresh), device=count.device) - first[head] + held[head]
+    state.page_table[slot, layer, head, tier // 2, table_column(state.width, tier, index)] = fresh
+    state.lengths[slot, layer, :, tier] = (length + count).to(torch.int32)
+
+
+def pages_needed(state: CacheState, lengths: Tensor) -> Tensor:
+    """Pages that `lengths` (integer `[..., T]`, tokens a tier) take: int64 `[..., T]`."""
+    tokens = torch.tensor([layout.tokens for layout in state.layouts], device=lengths.device)
+    return -(-lengths.long() // tokens)

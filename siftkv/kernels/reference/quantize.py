@@ -1,0 +1,187 @@
+"""Quantise tokens to page records and back: the readable reference, vectorised over any leading dimensions.
+
+Asymmetric min/max quantisation per token and sub-group (DiffKV, section 4.1), after RoPE. Scale and zero-point are stored in fp16 and codes are
+computed against the *stored* values. The zero-point is rounded down and the scale up, so no value is clipped: the error is at most half a stored scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from siftkv.formats import DENSE_DTYPES, PageLayout, TierFormat
+
+SCORE_SCALE = 2.0**15
+"""Scores (mean attention, 0 to 1) are stored in fp16 times this, so that means down to 2e-9 keep full precision."""
+
+_FP16_MAX = 65504.0
+_HALF_MAX_BITS = 0x7BFF
+_E5M3_MAX_BITS = 0xF7
+
+
+def half_bits_toward_zero(x: Tensor) -> Tensor:
+    """fp16 bit patterns (int32) of non-negative fp32 `x`, rounded towards zero, saturating at 65504."""
+    bits = (x * 2.0**-112).view(torch.int32) >> 13
+    return bits.clamp_max(_HALF_MAX_BITS)
+
+
+def half_from_bits(bits: Tensor) -> Tensor:
+    """fp32 values of non-negative fp16 bit patterns (int32)."""
+    return (bits.to(torch.int32) << 13).view(torch.float32) * 2.0**112
+
+
+def half_up(x: Tensor) -> Tensor:
+    """Bit pattern (int32) of the smallest fp16 number that is at least the non-negative fp32 `x`, at most 65504."""
+    bits = half_bits_toward_zero(x)
+    return (bits + (half_from_bits(bits) < x)).clamp_max(_HALF_MAX_BITS)
+
+
+def half_down_signed(x: Tensor) -> Tensor:
+    """The largest fp16 number that is at most fp32 `x`, as fp32 (magnitude saturates at 65504)."""
+    magnitude = x.abs()
+    bits = torch.where(x < 0, half_up(magnitude), half_bits_toward_zero(magnitude))
+    return torch.where(x < 0, -half_from_bits(bits), half_from_bits(bits))
+
+
+def _codes(x: Tensor, zero: Tensor, scale: Tensor, qmax: int) -> Tensor:
+    ratio = torch.where(scale > 0, (x - zero) / torch.where(scale > 0, scale, 1.0), torch.zeros(()))
+    return ratio.round().clamp(0, qmax).to(torch.uint8)
+
+
+def quantise_groups(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and fp16 metadata of `x` `[..., D]` fp32: codes uint8 `[..., D]`, scale and zero fp32 `[..., groups]` (fp16-exact).
+
+    A range wider than fp16 can scale (one-bit codes of +-65504) is centred, so that the error is still half the range at most.
+    """
+    qmax = 2**bits - 1
+    grouped = x.unflatten(-1, (groups, -1))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    excess = ((high - low) - _FP16_MAX * qmax).clamp_min(0.0)
+    zero = half_down_signed(low + excess / 2)
+    scale = half_from_bits(half_up((high - zero).clamp_min(0.0) / qmax))
+    codes = _codes(grouped, zero[..., None], scale[..., None], qmax)
+    return codes.flatten(-2), scale, zero
+
+
+def compact_meta(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
+    """One-byte scale and centre of each group of `x` `[..., D]`: `(scale_byte, centre_byte)`, both uint8 `[..., groups]`.
+
+    The scale is an unsigned fp8 (5 exponent, 3 mantissa bits: the upper half of an fp16), rounded up. The centre of the range counts in units of
+    `scale * qmax / 254`, so that every range that contains zero can be named.
+    """
+    qmax = 2**bits - 1
+    grouped = x.unflatten(-1, (groups, -1))
+    low, high = grouped.amin(-1).clamp_max(0.0), grouped.amax(-1).clamp_min(0.0)
+    scale_byte = ((half_up((high - low) / qmax) + 127) >> 7).clamp_max(_E5M3_MAX_BITS)
+    unit = half_from_bits(scale_byte << 7) * (qmax / 254)
+    centre = torch.where(unit > 0, (low + high) / 2 / torch.where(unit > 0, unit, 1.0), torch.zeros(()))
+    centre_byte = centre.round().clamp(-127, 127).to(torch.int32) & 0xFF
+    return scale_byte.to(torch.uint8), centre_byte.to(torch.uint8)
+
+
+def expand_compact(scale_byte: Tensor, centre_byte: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """fp32 `(scale, zero)` of compact metadata, with `value = scale * code + zero`."""
+    qmax = 2**bits - 1
+    scale = half_from_bits(scale_byte.to(torch.int32) << 7)
+    centre = centre_byte.view(torch.int8).to(torch.float32)
+    return scale, scale * (centre * (qmax / 254) - qmax / 2)
+
+
+def pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """Planar packing: uint8 codes `[..., D]` to bytes `[..., D * bits / 8]`; plane `i` fills bits `[i*bits, (i+1)*bits)`."""
+    planes = codes.unflatten(-1, (8 // bits, -1))
+    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (planes << shift[:, None]).sum(-2, dtype=torch.int32).to(torch.uint8)
+
+
+def unpack_planes(packed: Tensor, bits: int) -> Tensor:
+    """Inverse of `pack_planes`."""
+    shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None, :] >> shift[:, None]) & (2**bits - 1)).flatten(-2)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Bytes of the last dimension, little-endian: `[..., n]` of an `s`-byte type to uint8 `[..., n * s]`."""
+    return x.contiguous().view(torch.uint8)
+
+
+def _encode_half(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
+    codes, scale, zero = quantise_groups(x, bits, groups)
+    return pack_planes(codes, bits), _as_bytes(torch.stack([scale, zero], -1).flatten(-2).half())
+
+
+def _encode_values(v: Tensor, fmt: TierFormat) -> tuple[Tensor, Tensor]:
+    if not fmt.compact:
+        return _encode_half(v, fmt.value_bits, fmt.value_groups)
+    scale_byte, centre_byte = compact_meta(v, fmt.value_bits, fmt.value_groups)
+    scale, zero = expand_compact(scale_byte, centre_byte, fmt.value_bits)
+    grouped = v.unflatten(-1, (fmt.value_groups, -1))
+    codes = _codes(grouped, zero[..., None], scale[..., None], 2**fmt.value_bits - 1).flatten(-2)
+    return pack_planes(codes, fmt.value_bits), torch.stack([scale_byte, centre_byte], -1).flatten(-2)
+
+
+def score_bits(score: Tensor) -> Tensor:
+    """Stored form (int32 in 16 bits) of mean-attention scores fp32, rounded to nearest even."""
+    x = score.clamp(0.0, 1.0) * SCORE_SCALE
+    bits = (x * 2.0**-112).view(torch.int32)
+    return (bits + 0xFFF + ((bits >> 13) & 1)) >> 13
+
+
+def score_from_bits(bits: Tensor) -> Tensor:
+    """Mean attention (fp32, 0 to 1) of a stored score (any integer type, 16 significant bits)."""
+    return half_from_bits(bits.to(torch.int32) & 0xFFFF) / SCORE_SCALE
+
+
+def encode(layout: PageLayout, k: Tensor, v: Tensor, score: Tensor, position: Tensor) -> Tensor:
+    """Records of tokens: k, v fp32 `[..., D]`, score fp32 `[...]`, position int64 `[...]` to uint8 `[..., token_bytes]`.
+
+    `k` is what the tier stores: plain in a dense tier, conditioned in a quantised one.
+    """
+    fmt = layout.format
+    if fmt.dense:
+        dtype = DENSE_DTYPES[fmt.name]
+        parts = [_as_bytes(k.to(dtype)), _as_bytes(v.to(dtype))]
+    else:
+        parts = [*_encode_half(k, fmt.key_bits, fmt.key_groups), *_encode_values(v, fmt)]
+    if layout.tier.scores:
+        parts.append(_as_bytes(score_bits(score).to(torch.int16)[..., None]))
+    if layout.tier.positions:
+        parts.append(_as_bytes(position.to(torch.int32)[..., None]))
+    return torch.cat(parts, -1)
+
+
+def _reinterpret(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 `[..., n * s]` as `[..., n]` of an `s`-byte type; a copy, since slices of records are not aligned."""
+    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _apply_meta(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    grouped = codes.unflatten(-1, (scale.shape[-1], -1)).float()
+    return (grouped * scale[..., None] + zero[..., None]).flatten(-2)
+
+
+def decode(layout: PageLayout, record: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inverse of `encode`: `(k, v, score, position)`; score and position are zero where the tier does not store them."""
+    fmt = layout.format
+    sizes = [layout.key_row, 0 if fmt.dense else fmt.key_meta_bytes, layout.value_row, 0 if fmt.dense else fmt.value_meta_bytes]
+    rest = layout.token_bytes - sum(sizes)
+    key, key_meta, value, value_meta, state = record.split([*sizes, rest], -1)
+    if fmt.dense:
+        dtype = DENSE_DTYPES[fmt.name]
+        k, v = _reinterpret(key, dtype).float(), _reinterpret(value, dtype).float()
+    else:
+        scale, zero = _reinterpret(key_meta, torch.float16).float().unflatten(-1, (-1, 2)).unbind(-1)
+        k = _apply_meta(unpack_planes(key, fmt.key_bits), scale, zero)
+        if fmt.compact:
+            scale, zero = expand_compact(*value_meta.contiguous().unflatten(-1, (-1, 2)).unbind(-1), fmt.value_bits)
+        else:
+            scale, zero = _reinterpret(value_meta, torch.float16).float().unflatten(-1, (-1, 2)).unbind(-1)
+        v = _apply_meta(unpack_planes(value, fmt.value_bits), scale, zero)
+    score = torch.zeros(record.shape[:-1], device=record.device)
+    position = torch.zeros(record.shape[:-1], dtype=torch.int64, device=record.device)
+    if layout.tier.scores:
+        score = score_from_bits(_reinterpret(state[..., :2], torch.int16)[..., 0])
+        state = state[..., 2:]
+    if layout.tier.positions:
+        position = _reinterpret(state[..., :4], torch.int32)[..., 0].long()
+    return k, v, score, position

@@ -1,0 +1,118 @@
+"""What a policy is: it decides in which tier each token lives. It knows nothing of pages, kernels or the engine.
+
+A policy answers four questions:
+
+- `tiers(...)`: which formats it needs, most precise first;
+- `rows(n)`: which query rows of a prompt of `n` tokens its importance is measured from;
+- `classify(prompt)`: the tier of every prompt token of one layer that is not a sink or in the recent window;
+- `decode_rule(...)`: thresholds and caps, as tensors, from which the decode kernel classes tokens without asking again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from siftkv.errors import PolicyError
+from siftkv.formats import Tier
+
+DROPPED = -1
+UNLIMITED = 2**31 - 1
+"""A cap that never binds."""
+
+
+@dataclass(frozen=True)
+class PromptView:
+    """One layer's prompt as a policy sees it.
+
+    score: fp32 `[H, n]`, mean attention from later queries (zeros if the policy asked for no rows). position: int64 `[n]`, only tokens that need a class.
+    length: tokens of the whole prompt. layer: index. v: `[n, H, D]` values, for policies that weigh by their norm.
+    """
+
+    layer: int
+    length: int
+    score: Tensor
+    position: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeRule:
+    """The rule of the decode step, for each tier of the policy in order (`siftkv.kernels.reference.sift` says how it runs).
+
+    alpha: fp32 `[L, H, t]`; a tier takes tokens whose mean attention is at least `alpha / N` (N tokens so far), and its weakest token below that moves down.
+    cap: int64 `[L, H, t]`, tokens that the tier may hold a head; 0 closes it.
+    refresh: scores are refreshed every so many positions (0 = never). catch_up: 1 to examine each tier's weakest token in every step, not only where a token enters.
+    """
+
+    alpha: Tensor
+    cap: Tensor
+    refresh: int = 0
+    catch_up: int = 0
+
+
+class Policy(ABC):
+    """Base of all policies. Subclasses are frozen dataclasses whose fields are the settings a `kv` string may name."""
+
+    name: ClassVar[str]
+    """The word before the colon of a `kv` string."""
+
+    window: int
+    """Recent tokens kept at 16 bits."""
+    sinks: int
+    """First tokens kept at 16 bits and never dropped."""
+
+    @abstractmethod
+    def tiers(self, dense: str) -> tuple[Tier, ...]:
+        """Tiers the policy places tokens in, most precise first. `dense` names the model's own 16/32-bit format."""
+
+    def rows(self, length: int) -> tuple[Tensor, Tensor] | None:
+        """Query rows (int64 `[M]`, ascending) of a prompt and their weights (fp32 `[M]`) for the importance; None = no scores are needed."""
+        return None
+
+    @abstractmethod
+    def classify(self, prompt: PromptView) -> Tensor:
+        """Tier (int8 `[H, n]`, index into `tiers()`, -1 = dropped) of each token of `prompt`."""
+
+    @abstractmethod
+    def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
+        """Thresholds and caps of decoding. Raises PolicyError when per-layer or per-head settings do not fit the model."""
+
+    def describe(self) -> str:
+        """The `kv` string that makes this policy again."""
+        settings = ",".join(f"{f.name}={_plain(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
+        return f"{self.name}:{settings}" if settings else self.name
+
+
+def _plain(value: object) -> str:
+    return "per-head" if isinstance(value, (Sequence, Tensor)) and not isinstance(value, str) else f"{value}"
+
+
+def check_window(window: int, sinks: int) -> None:
+    """Raise PolicyError unless a policy's window and sinks are usable."""
+    if window < 1:
+        raise PolicyError(f"window={window}: at least 1 recent token is kept, so use a window of 1 or more (the default is 64)")
+    if sinks < 0:
+        raise PolicyError(f"sinks={sinks}: use 0 or more first tokens")
+
+
+Setting = float | Sequence[float] | Sequence[Sequence[float]]
+"""A threshold: one number, one a layer, or one a layer and kv head."""
+
+
+def expand(setting: Setting, name: str, num_layers: int, num_kv_heads: int) -> Tensor:
+    """fp32 `[L, H]` of a threshold. Raises PolicyError when its shape does not fit."""
+    value = torch.as_tensor(setting, dtype=torch.float32)
+    if value.ndim == 1:
+        value = value[:, None]
+    try:
+        return value.expand(num_layers, num_kv_heads).clone()
+    except RuntimeError:
+        raise PolicyError(
+            f"{name} has shape {tuple(value.shape)}: give one number, {num_layers} (one a layer) or {num_layers} x {num_kv_heads} (one a layer and kv head)"
+        ) from None
