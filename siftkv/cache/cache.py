@@ -10,6 +10,7 @@ from torch import Tensor
 from siftkv.cache.accounting import CacheUsage, request_bytes, usage
 from siftkv.cache.integrity import check_integrity
 from siftkv.cache.spec import CacheSpec
+from siftkv.cache.swap import SwappedRequest, swap_in, swap_out
 from siftkv.errors import NumericsError, OutOfPages, RequestError
 from siftkv.kernels import Kernels
 from siftkv.kernels.reference.pages import pages_needed
@@ -108,6 +109,22 @@ class KVCache:
         if slots:
             self.kernels.release(self.state, torch.tensor(slots, device=self.state.pages.device))
             self._free_slots.extend(slots)
+
+    def swap_out(self, slot: int) -> SwappedRequest:
+        """Copy a request to host memory and release it here."""
+        swapped = swap_out(self.state, slot)
+        self.release([slot])
+        return swapped
+
+    def swap_in(self, swapped: SwappedRequest) -> int:
+        """Bring a request back, as it was, and return its new slot. Raises OutOfPages, and takes nothing, when slots or pages are short."""
+        if swapped.num_pages > self.free_pages:
+            raise OutOfPages(f"the request needs {swapped.num_pages} pages and {self.free_pages} are free")
+        if not self._free_slots:
+            raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
+        slot = self._free_slots.pop(0)
+        swap_in(self.state, slot, swapped)
+        return slot
 
     @property
     def free_pages(self) -> int:

@@ -30,15 +30,23 @@ UNLIMITED = 2**31 - 1
 class PromptView:
     """One layer's prompt as a policy sees it.
 
-    score: fp32 `[H, n]`, mean attention from later queries (zeros if the policy asked for no rows). position: int64 `[n]`, only tokens that need a class.
-    length: tokens of the whole prompt. layer: index. v: `[n, H, D]` values, for policies that weigh by their norm.
+    layer: index. score: fp32 `[H, n]`, mean attention from later queries (zeros if the policy asked for no rows). protected: bool `[n]`, tokens that stay in
+    the window whatever the policy says. v: `[n, H, D]` values, for policies that weigh by their norm. `n` is the whole prompt, token `i` at position `i`.
     """
 
     layer: int
-    length: int
     score: Tensor
-    position: Tensor
+    protected: Tensor
     v: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.score.shape[1]
+
+    @property
+    def position(self) -> Tensor:
+        """int64 `[n]`."""
+        return torch.arange(self.length, device=self.score.device)
 
 
 @dataclass(frozen=True)

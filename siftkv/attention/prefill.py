@@ -1,0 +1,80 @@
+"""Prompt attention: exact, causal, over ragged prompts laid end to end; each layer is sifted as soon as its attention is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from siftkv.cache import KVCache
+from siftkv.errors import NumericsError, OutOfPages
+
+
+class Sifter(Protocol):
+    """What prompt attention asks about a request: which query rows to measure, and where each token goes."""
+
+    def rows(self, length: int) -> tuple[Tensor, Tensor] | None: ...
+
+    def classify(self, layer: int, score: Tensor, protected: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass
+class PromptChunk:
+    """One request's prompt within a flat batch: rows `[start, start + length)`.
+
+    failure: why its keys and values could not be kept. The forward pass goes on for the others; this one must be released.
+    """
+
+    slot: int
+    start: int
+    length: int
+    sifter: Sifter
+    failure: OutOfPages | NumericsError | None = None
+    rows: tuple[Tensor, Tensor] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.sifter.rows(self.length)
+
+
+class PrefillAttention:
+    """The `attend` callback of a prompt pass: `attention(layer, q [T, Hq, D], k, v [T, H, D]) -> [T, Hq, D]`.
+
+    At most one layer's keys and values exist at 16 bits at a time: those that were just computed.
+    """
+
+    def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
+        self.cache = cache
+        self.chunks = chunks
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        for chunk in self.chunks:
+            part = slice(chunk.start, chunk.start + chunk.length)
+            out[part] = causal_attention(q[part], k[part], v[part])
+            if chunk.failure is None:
+                try:
+                    self._keep(layer, chunk, q[part], k[part], v[part])
+                except (OutOfPages, NumericsError) as failure:
+                    chunk.failure = failure
+        return out
+
+    def _keep(self, layer: int, chunk: PromptChunk, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if chunk.rows is None:
+            score = torch.zeros(k.shape[1], chunk.length, device=k.device)
+        else:
+            rows, weight = (x.to(k.device) for x in chunk.rows)
+            score = self.cache.kernels.prompt_importance(q, k, rows, weight)
+        protected = self.cache.protected(chunk.slot, chunk.length)
+        tier = chunk.sifter.classify(layer, score, protected, v)
+        self.cache.store_prompt(layer, chunk.slot, k, v, score, tier)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Exact causal attention of one prompt: q `[N, Hq, D]`, k, v `[N, H, D]` to `[N, Hq, D]`, through PyTorch's fused kernel."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out[0].transpose(0, 1)

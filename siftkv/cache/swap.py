@@ -1,0 +1,52 @@
+"""Moving a request's cache to host memory and back, bit for bit: what preemption costs is a copy of the sifted bytes, not of the 16-bit ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from siftkv.kernels.reference.pages import take_pages
+from siftkv.kernels.state import CacheState
+
+_COPIED = ("lengths", "window_k", "window_v", "window_score", "seen", "window_start", "sinks", "window", "refresh", "catch_up", "alpha", "cap")
+
+
+@dataclass(frozen=True)
+class SwappedRequest:
+    """All that one request had in the cache, in host memory.
+
+    pages: uint8 `[n, page_bytes]`, in the order of `where`. where: bool `[L, H, ceil(T/2), width]`, table entries that held them.
+    """
+
+    pages: Tensor
+    where: Tensor
+    rest: dict[str, Tensor]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes that it takes."""
+        return self.pages.numel() + sum(t.numel() * t.element_size() for t in (self.where, *self.rest.values()))
+
+
+def swap_out(state: CacheState, slot: int) -> SwappedRequest:
+    """Copy a request to host memory. The slot is left as it was: release it next."""
+    table = state.page_table[slot]
+    where = table >= 0
+    rest = {name: getattr(state, name)[slot].cpu().clone() for name in _COPIED}
+    return SwappedRequest(state.pages[table[where].long()].cpu(), where.cpu(), rest)
+
+
+def swap_in(state: CacheState, slot: int, swapped: SwappedRequest) -> None:
+    """Put a request into a fresh slot. The caller made sure that its pages are free."""
+    device = state.pages.device
+    page = take_pages(state, torch.tensor([swapped.num_pages], device=device))
+    state.pages[page.long()] = swapped.pages.to(device)
+    state.page_table[slot][swapped.where.to(device)] = page
+    for name, value in swapped.rest.items():
+        getattr(state, name)[slot] = value.to(device)

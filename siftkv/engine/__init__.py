@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling, model passes, sampling, and the `LLM` front."""

@@ -1,0 +1,48 @@
+"""A policy bound to a pool: its tiers become the pool's, its rule becomes tensors of the right shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from siftkv.cache import CacheSpec, SlotRule, dense_name
+from siftkv.errors import PolicyError
+from siftkv.policies import Policy, PromptView
+
+
+class BoundPolicy:
+    """What the engine needs of a policy for one model and pool.
+
+    Raises FormatError when the policy needs a format that the pool was not opened with, PolicyError when its window or sinks do not fit.
+    """
+
+    def __init__(self, policy: Policy, spec: CacheSpec) -> None:
+        self.policy = policy
+        self.name = policy.describe()
+        self._tiers = [spec.tier_index(tier.format) for tier in policy.tiers(dense_name(spec.dtype))]
+        if policy.window > spec.max_window or policy.sinks > spec.sink_rows:
+            raise PolicyError(
+                f"{policy.name}: window={policy.window}, sinks={policy.sinks} do not fit this engine (at most {spec.max_window} and {spec.sink_rows}): "
+                "open it with larger max_window or sink_rows"
+            )
+        self._pool_tier = torch.tensor([*self._tiers, -1], dtype=torch.int8)  # index -1 stays "dropped"
+        self.rule = self._slot_rule(spec)
+        self.tokens_a_page = min(spec.layouts[t].tokens for t in self._tiers)
+        """Of the tier with the largest tokens: the worst case for admission."""
+
+    def _slot_rule(self, spec: CacheSpec) -> SlotRule:
+        own = self.policy.decode_rule(spec.num_layers, spec.num_kv_heads)
+        shape = (spec.num_layers, spec.num_kv_heads, len(spec.tiers))
+        alpha, cap = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+        for index, tier in enumerate(self._tiers):
+            alpha[..., tier], cap[..., tier] = own.alpha[..., index], own.cap[..., index]
+        return SlotRule(self.policy.window, self.policy.sinks, alpha, cap, own.refresh, own.catch_up)
+
+    def rows(self, length: int) -> tuple[Tensor, Tensor] | None:
+        """Query rows and weights that the policy's importance is measured from, or None."""
+        return self.policy.rows(length)
+
+    def classify(self, layer: int, score: Tensor, protected: Tensor, v: Tensor) -> Tensor:
+        """Pool tier (int8 `[H, n]`, -1 = dropped) of a prompt's tokens; arguments as in `PromptView`."""
+        own = self.policy.classify(PromptView(layer, score, protected, v))
+        return self._pool_tier.to(own.device)[own.long()]

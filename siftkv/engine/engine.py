@@ -1,0 +1,273 @@
+"""The engine: requests in, chunks of text out, one pass a step. Everything that ends a request gives its pages back."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as SequenceOf
+
+from torch import Tensor
+
+from siftkv.cache import KVCache
+from siftkv.engine.binding import BoundPolicy
+from siftkv.engine.detokenizer import Decoder as Detokenize
+from siftkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from siftkv.engine.outputs import StreamChunk, TokenLogprob
+from siftkv.engine.report import kv_report
+from siftkv.engine.runner import Runner
+from siftkv.engine.sampler import NonFiniteLogits, Sampler, SamplingRow
+from siftkv.engine.sampling_params import SamplingParams
+from siftkv.engine.scheduler import Preemption, Scheduler
+from siftkv.engine.sequence import Sequence
+from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
+from siftkv.models import Decoder, ModelConfig
+from siftkv.policies import Policy
+
+
+class Engine:
+    """Runs requests over one model and one cache. Not thread-safe: one thread calls `add`, `step` and `abort`.
+
+    check_integrity: verify the cache's bookkeeping after every step (slow; for tests and debugging).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        cache: KVCache,
+        tokenizer: Detokenize,
+        eos_token_ids: SequenceOf[int],
+        max_model_len: int,
+        max_batched_tokens: int = 8192,
+        preemption: Preemption = "swap",
+        swap_bytes: int = 1 << 30,
+        check_integrity: bool = False,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.max_model_len = max_model_len
+        self.runner = Runner(decoder, cache)
+        self.scheduler = Scheduler(cache, max_batched_tokens, preemption, swap_bytes)
+        self.sampler = Sampler()
+        self.check_integrity = check_integrity
+        self._live: dict[str, list[Sequence]] = {}
+        self._policies: dict[Policy, BoundPolicy] = {}
+        self._counter = itertools.count()
+
+    def bind(self, policy: Policy) -> BoundPolicy:
+        """A policy bound to this engine's pool. Raises FormatError or PolicyError when it does not fit."""
+        try:
+            known = self._policies.get(policy)
+        except TypeError:  # per-head settings given as lists cannot be hashed
+            return BoundPolicy(policy, self.cache.spec)
+        if known is None:
+            known = self._policies[policy] = BoundPolicy(policy, self.cache.spec)
+        return known
+
+    def add(
+        self, prompt_ids: SequenceOf[int], params: SamplingParams, policy: Policy, prompt: str | None = None, request_id: str | None = None
+    ) -> str:
+        """Queue a request of `params.n` completions and return its id. Raises RequestError, PolicyError or FormatError, and then nothing is queued."""
+        ids = [int(t) for t in prompt_ids]
+        self.check_prompt(ids)
+        bound = self.bind(policy)
+        request_id = request_id or f"request-{next(self._counter)}"
+        if request_id in self._live:
+            raise RequestError(f"a request {request_id!r} is already running: use another id")
+        limit = self.max_model_len - len(ids)
+        sequences = [self._sequence(request_id, i, prompt, ids, params, bound, limit) for i in range(params.n)]
+        self._live[request_id] = sequences
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        return request_id
+
+    def check_prompt(self, ids: list[int]) -> None:
+        """Raise RequestError unless a prompt can be run: not empty, inside the vocabulary, shorter than the context."""
+        if not ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.max_model_len} with at least one to generate: "
+                "shorten it or raise max_model_len"
+            )
+        if not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
+            wrong = next(t for t in ids if not 0 <= t < self.config.vocab_size)
+            raise RequestError(f"token id {wrong} is outside the vocabulary of {self.config.vocab_size}")
+
+    def _sequence(
+        self, request_id: str, index: int, prompt: str | None, ids: list[int], params: SamplingParams, bound: BoundPolicy, limit: int
+    ) -> Sequence:
+        output_ids: list[int] = []
+        return Sequence(
+            request_id=request_id,
+            index=index,
+            prompt=prompt,
+            prompt_ids=ids,
+            params=params,
+            policy=bound,
+            row=SamplingRow(params, ids, output_ids, self.eos_token_ids, index),
+            detokenizer=IncrementalDetokenizer(self.tokenizer, ids),
+            stops=StopChecker(params.stop_strings, params.include_stop_str_in_output),
+            max_tokens=limit if params.max_tokens is None else min(params.max_tokens, limit),
+            output_ids=output_ids,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        """The completions of a request, running or finished, until `forget`."""
+        return self._live[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Drop a finished request's record."""
+        self._live.pop(request_id, None)
+
+    def abort(self, request_id: str) -> list[StreamChunk]:
+        """End a request at once, wherever it stands; its pages return. Unknown ids are ignored."""
+        chunks = []
+        for sequence in self._live.get(request_id, []):
+            if sequence.finish_reason is None:
+                chunks.append(self._finish(sequence, "abort"))
+        self._verify()
+        return chunks
+
+    def step(self) -> list[StreamChunk]:
+        """One pass: prompts that were admitted, or one token of each running request. Returns what it added."""
+        batch = self.scheduler.schedule()
+        chunks = [self._finish(sequence, "abort") for sequence in batch.failed]
+        if batch.prefill:
+            chunks += self._prefill(batch.prefill)
+        elif batch.decode:
+            chunks += self._decode(batch.decode)
+        self._verify()
+        return chunks
+
+    def _verify(self) -> None:
+        if self.check_integrity:
+            self.cache.check_integrity()
+
+    def _prefill(self, sequences: list[Sequence]) -> list[StreamChunk]:
+        now = time.perf_counter()
+        for sequence in sequences:
+            sequence.scheduled = sequence.scheduled or now
+        logits, failures = self.runner.prefill(
+            [s.prompt_ids for s in sequences], [s.slot for s in sequences], [s.policy for s in sequences]
+        )
+        chunks, good = [], []
+        for row, (sequence, failure) in enumerate(zip(sequences, failures, strict=True)):
+            if failure is None:
+                good.append(row)
+                self.scheduler.learn(sequence, int(self.cache.pages_held(self._slots([sequence]))[0]))
+            elif isinstance(failure, OutOfPages):
+                chunks += self._out_of_pages(sequence, failure)
+            else:
+                chunks.append(self._fail(sequence, failure))
+        return chunks + self._next_tokens([sequences[row] for row in good], logits[good])
+
+    def _out_of_pages(self, sequence: Sequence, failure: OutOfPages) -> list[StreamChunk]:
+        if self.scheduler.requeue(sequence):
+            return []
+        total = self.cache.spec.num_pages
+        error = OutOfPages(
+            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {total} pages under {sequence.policy.name}: "
+            f"raise kv_cache_memory_bytes, or use a kv setting that keeps less ({failure})"
+        )
+        return [self._fail(sequence, error)]
+
+    def _decode(self, sequences: list[Sequence]) -> list[StreamChunk]:
+        tokens = [s.output_ids[s.fed] for s in sequences]
+        logits, finite = self.runner.decode(tokens, [s.slot for s in sequences])
+        chunks, good = [], []
+        for row, (sequence, ok) in enumerate(zip(sequences, finite.tolist(), strict=True)):
+            sequence.fed += 1
+            if ok:
+                good.append(row)
+            else:
+                chunks.append(self._fail(sequence, NumericsError("NaN or infinity in the keys or values of a generated token")))
+        return chunks + self._next_tokens([sequences[row] for row in good], logits[good])
+
+    def _slots(self, sequences: list[Sequence]) -> Tensor:
+        return self.cache.state.seen.new_tensor([s.slot for s in sequences])
+
+    def _next_tokens(self, sequences: list[Sequence], logits: Tensor) -> list[StreamChunk]:
+        """Draw the next token of each sequence that needs one; the others are feeding tokens that they already have."""
+        self._track_peaks(sequences)
+        rows = [row for row, s in enumerate(sequences) if s.needs_token]
+        chunks: list[StreamChunk] = []
+        while rows:
+            try:
+                drawn = self.sampler.sample(logits[rows], [sequences[row].row for row in rows])
+            except NonFiniteLogits as error:
+                wrong = {rows[i] for i in error.rows}
+                chunks += [self._fail(sequences[row], NumericsError("the model gave NaN or infinite logits")) for row in wrong]
+                rows = [row for row in rows if row not in wrong]
+                continue
+            for row, token, logprob in zip(rows, drawn.token_ids, drawn.logprobs, strict=True):
+                chunks.append(self._append(sequences[row], token, logprob))
+            break
+        return chunks
+
+    def _track_peaks(self, sequences: list[Sequence]) -> None:
+        if sequences:
+            for sequence, held in zip(sequences, self.cache.request_bytes(self._slots(sequences)).tolist(), strict=True):
+                sequence.peak_bytes = max(sequence.peak_bytes, held)
+
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> StreamChunk:
+        params, stops = sequence.params, sequence.stops
+        sequence.first_token = sequence.first_token or time.perf_counter()
+        sequence.output_ids.append(token)
+        if logprob is not None:
+            sequence.logprobs.append(logprob)
+        count = len(sequence.output_ids)
+        may_stop = count > params.min_tokens
+        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+            sequence.stop_reason = None if token in self.eos_token_ids else token
+            return self._finish(sequence, "stop", [token], logprob, may_stop=False)
+        text = stops.append(sequence.detokenizer.append(token), may_stop=may_stop)
+        if stops.stop_reason is not None:
+            sequence.stop_reason = stops.stop_reason
+            return self._finish(sequence, "stop", [token], logprob, text, closed=True)
+        if count >= sequence.max_tokens:
+            return self._finish(sequence, "length", [token], logprob, text, may_stop=may_stop)
+        return self._chunk(sequence, text, [token], logprob)
+
+    def _fail(self, sequence: Sequence, error: SiftKVError) -> StreamChunk:
+        sequence.error = type(error)(f"request {sequence.request_id}: {error}")
+        return self._finish(sequence, "abort")
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: str,
+        tokens: list[int] | None = None,
+        logprob: TokenLogprob | None = None,
+        text: str = "",
+        closed: bool = False,
+        may_stop: bool = False,
+    ) -> StreamChunk:
+        stops = sequence.stops
+        if not closed and stops.stop_reason is None:
+            text += stops.close(sequence.detokenizer.flush(), may_stop)
+            if stops.stop_reason is not None:
+                reason, sequence.stop_reason = "stop", stops.stop_reason
+        sequence.finish_reason = reason  # type: ignore[assignment]
+        sequence.finished = time.perf_counter()
+        if sequence.slot >= 0:
+            sequence.kv = kv_report(self.cache, sequence.slot, sequence.policy.name, sequence.peak_bytes)
+        self.scheduler.remove(sequence)
+        return self._chunk(sequence, text, tokens or [], logprob)
+
+    def _chunk(self, sequence: Sequence, text: str, tokens: list[int], logprob: TokenLogprob | None) -> StreamChunk:
+        return StreamChunk(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=[logprob] if logprob is not None else None,
+            finish_reason=sequence.finish_reason,
+            output=sequence.output() if sequence.finish_reason is not None else None,
+        )

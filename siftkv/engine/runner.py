@@ -1,0 +1,53 @@
+"""Model passes over the cache: prompts, and one token of each running request."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from siftkv.attention import DecodeAttention, PrefillAttention, PromptChunk
+from siftkv.attention.prefill import Sifter
+from siftkv.cache import KVCache
+from siftkv.errors import SiftKVError
+from siftkv.models import Decoder
+
+
+class Runner:
+    """Runs a decoder over a cache. Knows slots and token ids; requests, policies and sampling are others' business."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self.decoder = decoder
+        self.cache = cache
+
+    @torch.inference_mode()
+    def prefill(self, prompts: list[list[int]], slots: list[int], sifters: list[Sifter]) -> tuple[Tensor, list[SiftKVError | None]]:
+        """Run prompts laid end to end and keep what their sifters say.
+
+        Returns logits fp32 `[B, vocab]` after the last token of each, and for each prompt why it could not be kept (OutOfPages, NumericsError), or None.
+        """
+        lengths = [len(p) for p in prompts]
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        chunks = [PromptChunk(*x) for x in zip(slots, starts, lengths, sifters, strict=True)]
+        device = self.decoder.device
+        token_ids = torch.tensor([t for p in prompts for t in p], device=device)
+        positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        per_token = torch.repeat_interleave(torch.tensor(lengths, device=device), torch.tensor(lengths, device=device))
+        hidden = self.decoder(token_ids, positions, PrefillAttention(self.cache, chunks), per_token)
+        last = torch.tensor([start + n - 1 for start, n in zip(starts, lengths, strict=True)], device=device)
+        for chunk in chunks:
+            self.cache.begin_decode(chunk.slot, chunk.length)
+        return self.decoder.logits(hidden[last]), [chunk.failure for chunk in chunks]
+
+    @torch.inference_mode()
+    def decode(self, token_ids: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
+        """Feed one token to each request: logits fp32 `[B, vocab]`, and bool `[B]`, false where keys or values were not finite.
+
+        The caller made sure that the pages of the step are free (`KVCache.step_page_bound`).
+        """
+        device = self.decoder.device
+        slot = torch.tensor(slots, device=device)
+        positions = self.cache.state.seen[slot]
+        hidden = self.decoder(torch.tensor(token_ids, device=device), positions, DecodeAttention(self.cache, slot))
+        finite = self.cache.finite(slot)
+        self.cache.step(slot)
+        return self.decoder.logits(hidden), finite

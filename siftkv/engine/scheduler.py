@@ -1,0 +1,156 @@
+"""Who runs next: continuous batching with admission by pages that are really free, and preemption when they run out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from siftkv.cache import KVCache
+from siftkv.engine.sequence import Sequence, Status
+from siftkv.errors import OutOfPages
+
+Preemption = Literal["swap", "recompute"]
+
+_ESTIMATE_MARGIN = 1.1
+_LEARNING_RATE = 0.3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the next pass computes: prompts, or one token of each running sequence. failed: sequences that can never fit."""
+
+    prefill: list[Sequence] = field(default_factory=list)
+    decode: list[Sequence] = field(default_factory=list)
+    failed: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served. Prompts go first while pages are free; the newest running sequence is preempted first.
+
+    preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last; `recompute`, and the fallback, prefills the
+    prompt again and feeds the generated tokens through the decode policy.
+    """
+
+    def __init__(self, cache: KVCache, max_batched_tokens: int, preemption: Preemption = "swap", swap_bytes: int = 1 << 30) -> None:
+        self.cache = cache
+        self.max_batched_tokens = max_batched_tokens
+        self.preemption = preemption
+        self.swap_bytes = swap_bytes
+        self.waiting: deque[Sequence] = deque()
+        self.swapped: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._page_share: dict[str, float] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.swapped or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Batch:
+        """Choose the next pass. Sequences of a prefill batch have a slot and are running; they stay so unless `requeue` takes them back."""
+        self._resume()
+        prompts = self._admit() if not self.swapped else []
+        if prompts:
+            return Batch(prefill=prompts)
+        failed = self._make_room()
+        return Batch(decode=list(self.running), failed=failed)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it stands, and give its pages back."""
+        for queue in (self.waiting, self.swapped, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.slot >= 0:
+            self.cache.release([sequence.slot])
+        sequence.slot, sequence.swapped, sequence.status = -1, None, Status.FINISHED
+
+    def requeue(self, sequence: Sequence) -> bool:
+        """Take back a prompt for which pages ran out during prefill. False when nothing else holds pages, so that waiting cannot help."""
+        self.running.remove(sequence)
+        self.cache.release([sequence.slot])
+        sequence.slot, sequence.status = -1, Status.WAITING
+        sequence.prefill_failures += 1
+        self.waiting.appendleft(sequence)
+        return bool(self.running or self.swapped)
+
+    def learn(self, sequence: Sequence, pages: int) -> None:
+        """Remember what share of the worst case a prompt under this policy really took."""
+        worst = self._worst_pages(sequence)
+        if worst:
+            known = self._page_share.get(sequence.policy.name, 1.0)
+            share = pages / worst
+            self._page_share[sequence.policy.name] = max(share, known + _LEARNING_RATE * (share - known))
+
+    def _worst_pages(self, sequence: Sequence) -> int:
+        spec = self.cache.spec
+        tokens = len(sequence.prompt_ids) - sequence.policy.policy.window - sequence.policy.policy.sinks
+        return spec.head_slots * max(0, -(-tokens // sequence.policy.tokens_a_page))
+
+    def _expected_pages(self, sequence: Sequence) -> int:
+        share = 1.0 if sequence.prefill_failures else self._page_share.get(sequence.policy.name, 1.0)
+        return int(self._worst_pages(sequence) * min(1.0, share * _ESTIMATE_MARGIN))
+
+    def _slots(self, sequences: list[Sequence]) -> torch.Tensor:
+        return torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.cache.state.pages.device)
+
+    def _bound(self) -> int:
+        return self.cache.step_page_bound(self._slots(self.running)) if self.running else 0
+
+    def _resume(self) -> None:
+        while self.swapped:
+            sequence = self.swapped[0]
+            assert sequence.swapped is not None
+            reserve = self._bound() + self.cache.spec.head_slots if self.running else 0
+            if sequence.swapped.num_pages + reserve > self.cache.free_pages or not self.cache.free_slots:
+                return
+            sequence.slot = self.cache.swap_in(sequence.swapped)
+            sequence.swapped, sequence.status = None, Status.RUNNING
+            self.running.append(self.swapped.popleft())
+
+    def _admit(self) -> list[Sequence]:
+        prompts: list[Sequence] = []
+        free, tokens = self.cache.free_pages - self._bound(), 0
+        while self.waiting and self.cache.free_slots:
+            sequence = self.waiting[0]
+            expected = self._expected_pages(sequence)
+            tokens += len(sequence.prompt_ids)
+            alone = not self.running and not prompts
+            if not alone and (expected > free or (prompts and tokens > self.max_batched_tokens)):
+                break
+            free -= expected
+            sequence.slot = self.cache.admit(sequence.policy.rule)
+            sequence.status, sequence.fed = Status.RUNNING, 0
+            prompts.append(self.waiting.popleft())
+        self.running.extend(prompts)
+        return prompts
+
+    def _make_room(self) -> list[Sequence]:
+        """Preempt the newest sequences until the next step fits for sure. A sequence that is alone and still does not fit fails."""
+        while self.running and self._bound() > self.cache.free_pages:
+            victim = self.running.pop()
+            if not self.running:
+                victim.error = OutOfPages(
+                    f"request {victim.request_id}: the pool of {self.cache.spec.num_pages} pages is full after {len(victim.output_ids)} tokens: "
+                    "raise kv_cache_memory_bytes, or use a kv setting that keeps less"
+                )
+                return [victim]
+            self._preempt(victim)
+        return []
+
+    def _preempt(self, victim: Sequence) -> None:
+        victim.preemptions += 1
+        in_use = sum(s.swapped.nbytes for s in self.swapped if s.swapped is not None)
+        pages = int(self.cache.pages_held(self._slots([victim]))[0])
+        if self.preemption == "swap" and in_use + pages * self.cache.spec.page_bytes <= self.swap_bytes:
+            victim.swapped, victim.slot = self.cache.swap_out(victim.slot), -1
+            victim.status = Status.SWAPPED
+            self.swapped.appendleft(victim)
+            return
+        self.cache.release([victim.slot])
+        victim.slot, victim.fed, victim.status = -1, 0, Status.WAITING
+        self.waiting.appendleft(victim)

@@ -1,0 +1,102 @@
+"""How many pages a memory budget holds, planned before anything is allocated. Planned bytes equal allocated bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from siftkv.cache import CacheSpec, dense_name, merge_tiers
+from siftkv.errors import RequestError, SiftKVError
+from siftkv.formats import Tier, TierFormat
+from siftkv.kernels.state import Conditioning
+from siftkv.models import ModelConfig
+from siftkv.policies import Policy
+
+DEFAULT_MEMORY = 1 << 30
+MIN_WINDOW = 64
+MIN_SINKS = 4
+
+
+@dataclass(frozen=True)
+class PoolRequest:
+    """What a user asks of a cache; None where it is to be chosen. positions: whether quantised tiers store positions in any case."""
+
+    policy: Policy
+    formats: tuple[str, ...]
+    max_model_len: int | None
+    max_num_seqs: int
+    memory_bytes: int | None
+    max_window: int | None
+    sink_rows: int | None
+    positions: bool
+
+
+def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, conditioning: Conditioning) -> CacheSpec:
+    """The cache that fits `asked`. Raises RequestError for a context the model does not have, SiftKVError for a budget that holds nothing."""
+    dense = dense_name(dtype)
+    extra = [_declared(TierFormat.parse(name)) for name in asked.formats]
+    tiers = merge_tiers([*asked.policy.tiers(dense), *extra], asked.positions)
+    spec = CacheSpec(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        tiers=tiers,
+        num_pages=1,
+        max_slots=_positive(asked.max_num_seqs, "max_num_seqs"),
+        max_len=_context(config, asked.max_model_len),
+        max_window=max(MIN_WINDOW, asked.policy.window) if asked.max_window is None else asked.max_window,
+        sink_rows=max(MIN_SINKS, asked.policy.sinks) if asked.sink_rows is None else asked.sink_rows,
+    )
+    fixed = planned_bytes(replace(spec, num_pages=0), conditioning)
+    budget = asked.memory_bytes
+    if budget is None:
+        budget = fixed + max(DEFAULT_MEMORY, _longest_request_bytes(spec))
+    a_page = spec.page_bytes + 4
+    pages = (budget - fixed) // a_page
+    if pages < spec.head_slots:
+        raise SiftKVError(
+            f"kv_cache_memory_bytes={budget} is too small: windows and tables of {spec.max_slots} requests take {fixed} bytes and one page a head takes "
+            f"{spec.head_slots * a_page} more; raise it, or lower max_num_seqs or max_model_len"
+        )
+    return replace(spec, num_pages=int(pages))
+
+
+def planned_bytes(spec: CacheSpec, conditioning: Conditioning) -> int:
+    """Bytes that a cache of this spec will allocate: `KVCache.usage().allocated`, told beforehand."""
+    tiers, heads = len(spec.tiers), spec.head_slots
+    rows = spec.sink_rows + spec.ring_rows
+    a_head = 4 * -(-tiers // 2) * spec.table_width + 4 * tiers  # page table, lengths
+    a_head += 2 * rows * spec.head_dim * spec.dtype.itemsize + 4 * rows  # window keys, values, scores
+    a_head += (4 + 4) * tiers  # thresholds and caps
+    a_slot = a_head * heads + 6 * 8  # seen, window_start, sinks, window, refresh, catch_up
+    shared = 2 * 8 + sum(t.numel() * t.element_size() for t in vars(conditioning).values() if isinstance(t, torch.Tensor))
+    return spec.max_slots * a_slot + spec.num_pages * (spec.page_bytes + 4) + shared
+
+
+def _declared(fmt: TierFormat) -> Tier:
+    """A format opened for requests that are not known yet: a dense one for `full`, which reads no scores; others with all state."""
+    return Tier(fmt, scores=not fmt.dense, positions=not fmt.dense)
+
+
+def _longest_request_bytes(spec: CacheSpec) -> int:
+    """Pages of one request of the longest context in the most precise tier."""
+    return spec.head_slots * -(-spec.max_len // spec.layouts[0].tokens) * (spec.page_bytes + 4)
+
+
+def _positive(value: int, name: str) -> int:
+    if value < 1:
+        raise SiftKVError(f"{name}={value}: use 1 or more")
+    return value
+
+
+def _context(config: ModelConfig, asked: int | None) -> int:
+    if asked is None:
+        return config.context_limit
+    if asked < 2:
+        raise RequestError(f"max_model_len={asked}: use 2 or more")
+    if asked > config.context_limit:
+        why = "its sliding window" if config.sliding_window == config.context_limit else "its positions"
+        raise RequestError(f"max_model_len={asked} is beyond this model's {config.context_limit} tokens ({why}): lower it")
+    return asked
