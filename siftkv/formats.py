@@ -1,14 +1,18 @@
-"""How one token's key and value are stored, and how tokens share a page: the only source of these numbers, kernels included.
+"""How one token's key and value are stored, and how tokens share a page: the only source of these numbers, kernels
+included.
 
 A *format* is `k<key bits>v<value bits>` (`k8v4`: 8-bit keys, 4-bit values) or a 16/32-bit one (`bf16`, `fp16`, `fp32`).
-Suffixes: `_g<key groups><value groups>` for several scales a token (`k4v2_g24`), `c` for compact value metadata (`k4v2c`).
+Suffixes: `_g<key groups><value groups>` for several scales a token (`k4v2_g24`), `c` for compact value metadata
+(`k4v2c`).
 
 A *page* is a fixed number of bytes that holds tokens of one head slot in one format, in six segments:
 
     key codes | key metadata | value codes | value metadata | scores | positions
 
-Quantised keys are token-major `[tokens, row]`, quantised values channel-major `[row, tokens]`; both are planar: byte `j` of a row
-holds channel `j + i * row` in bits `[i*b, (i+1)*b)`, so that unpacking is a mask and a shift. A sub-group is a contiguous slice of channels,
+Quantised keys are token-major `[tokens, row]`, quantised values channel-major `[row, tokens]`; both are planar: byte
+`j` of a row
+holds channel `j + i * row` in bits `[i*b, (i+1)*b)`, so that unpacking is a mask and a shift. A sub-group is a
+contiguous slice of channels,
 that is a plane or a union of planes. Dense keys and values are token-major.
 """
 
@@ -26,7 +30,9 @@ SEGMENT_ALIGN = 16
 """Bytes. Every segment of a page starts at a multiple of this, so that 16-byte vector loads are possible."""
 
 TOKEN_QUANTUM = 8
-"""Quantised formats hold a multiple of this many tokens a page, so that 8-byte loads of channel-major values never straddle pages."""
+"""Quantised formats hold a multiple of this many tokens a page, so that 8-byte loads of channel-major values never
+straddle pages.
+"""
 
 SCORE_BYTES = 2
 POSITION_BYTES = 4
@@ -66,7 +72,8 @@ class TierFormat:
         found = _PATTERN.fullmatch(name)
         if found is None:
             raise FormatError(
-                f"unknown format {name!r}: use bf16, fp16, fp32 or k<bits>v<bits> with 1, 2, 4 or 8 bits, such as {', '.join(KNOWN_FORMATS[1:6])}"
+                f"unknown format {name!r}: use bf16, fp16, fp32 or k<bits>v<bits> with 1, 2, 4 or 8 bits, "
+                f"such as {', '.join(KNOWN_FORMATS[1:6])}"
             )
         key_bits, value_bits = int(found[1]), int(found[2])
         key_groups, value_groups = int(found[3] or 1), int(found[4] or 1)
@@ -76,7 +83,9 @@ class TierFormat:
 
     @property
     def nominal_bits(self) -> float:
-        """Bits of codes per channel, keys and values averaged: the figure papers call compression. Never what memory holds."""
+        """Bits of codes per channel, keys and values averaged: the figure papers call compression. Never what memory
+        holds.
+        """
         return (self.key_bits + self.value_bits) / 2
 
     @property
@@ -98,7 +107,8 @@ KNOWN_FORMATS = ("bf16", "k8v8", "k8v4", "k8v2", "k4v4", "k4v2", "k4v1", "k4v8",
 class Tier:
     """A place for tokens in paged memory: a format, and which per-token state stands beside the codes.
 
-    scores: a mean attention a token (2 bytes). positions: the token's true position (4 bytes). Off where nothing reads them.
+    scores: a mean attention a token (2 bytes). positions: the token's true position (4 bytes). Off where nothing reads
+        them.
     """
 
     format: TierFormat
@@ -125,7 +135,9 @@ class PageLayout:
         if not fmt.dense and (self.head_dim % fmt.key_groups or self.head_dim % fmt.value_groups):
             raise FormatError(f"format {fmt.name}: sub-groups do not divide head_dim {self.head_dim}")
         if self.tokens < 1:
-            raise FormatError(f"a page of {self.page_bytes} bytes holds no token of {fmt.name} at head_dim {self.head_dim}")
+            raise FormatError(
+                f"a page of {self.page_bytes} bytes holds no token of {fmt.name} at head_dim {self.head_dim}"
+            )
 
     @property
     def format(self) -> TierFormat:
@@ -199,9 +211,11 @@ class PageLayout:
 
     @cached_property
     def record(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Byte `i` of token `t` stands at `base[i] + stride[i] * t` of its page: `(base, stride)`, int64 `[token_bytes]`.
+        """Byte `i` of token `t` stands at `base[i] + stride[i] * t` of its page: `(base, stride)`, int64
+        `[token_bytes]`.
 
-        The order of a record is the order of the segments: key row, key metadata, value row, value metadata, score, position.
+        The order of a record is the order of the segments: key row, key metadata, value row, value metadata, score,
+        position.
         """
         fmt, (key, key_meta, value, value_meta, score, position) = self.format, self.offsets
         base: list[int] = []
@@ -225,14 +239,17 @@ class PageLayout:
 
 
 TYPICAL_TOKENS = 1024
-"""Tokens that one head of one tier is taken to keep when page sizes are weighed: half a page a tier is lost to the last page."""
+"""Tokens that one head of one tier is taken to keep when page sizes are weighed: half a page a tier is lost to the last
+page.
+"""
 
 
 @lru_cache(maxsize=64)
 def choose_page_bytes(tiers: tuple[Tier, ...], head_dim: int) -> int:
     """The page size (bytes, a multiple of 64) that loses least, for the tiers that a pool is opened with.
 
-    The loss of a tier is the unused end of a full page plus half a page in `TYPICAL_TOKENS` tokens; the worst tier counts. Dense tiers
+    The loss of a tier is the unused end of a full page plus half a page in `TYPICAL_TOKENS` tokens; the worst tier
+    counts. Dense tiers
     decide only where there is no quantised one.
     """
     deciding = tuple(t for t in tiers if not t.format.dense) or tiers

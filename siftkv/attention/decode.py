@@ -8,7 +8,9 @@ from siftkv.cache import KVCache
 
 
 class DecodeAttention:
-    """The `attend` callback of a decode pass over the requests in `slots` (int64 `[B]`): `(layer, q [B, Hq, D], k, v [B, H, D]) -> [B, Hq, D]`."""
+    """The `attend` callback of a decode pass over the requests in `slots` (int64 `[B]`): `(layer, q [B, Hq, D], k, v
+    [B, H, D]) -> [B, Hq, D]`.
+    """
 
     def __init__(self, cache: KVCache, slots: Tensor) -> None:
         self.cache = cache

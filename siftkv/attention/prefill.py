@@ -1,4 +1,6 @@
-"""Prompt attention: exact, causal, over ragged prompts laid end to end; each layer is sifted as soon as its attention is done."""
+"""Prompt attention: exact, causal, over ragged prompts laid end to end; each layer is sifted as soon as its attention
+is done.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Sifter(Protocol):
 class PromptChunk:
     """One request's prompt within a flat batch: rows `[start, start + length)`.
 
-    failure: why its keys and values could not be kept. The forward pass goes on for the others; this one must be released.
+    failure: why its keys and values could not be kept. The forward pass goes on for the others; this one must be
+        released.
     """
 
     slot: int
@@ -73,8 +76,14 @@ class PrefillAttention:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Exact causal attention of one prompt: q `[N, Hq, D]`, k, v `[N, H, D]` to `[N, Hq, D]`, through PyTorch's fused kernel."""
+    """Exact causal attention of one prompt: q `[N, Hq, D]`, k, v `[N, H, D]` to `[N, Hq, D]`, through PyTorch's fused
+    kernel.
+    """
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        is_causal=True,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out[0].transpose(0, 1)

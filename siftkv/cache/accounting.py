@@ -29,7 +29,8 @@ _PER_SLOT = (
 class CacheUsage:
     """Bytes of a whole cache.
 
-    allocated: every tensor. pool: the pages. slots: windows, tables and rules of all request slots. shared: free ring, counters, rotary tables and
+    allocated: every tensor. pool: the pages. slots: windows, tables and rules of all request slots. shared: free ring,
+        counters, rotary tables and
     conditioning. pages_total, pages_used: counts. page_bytes: of one page.
     """
 
@@ -57,7 +58,9 @@ def slot_bytes(state: CacheState) -> int:
 
 
 def request_bytes(state: CacheState, pages: Tensor) -> Tensor:
-    """Physical bytes of requests that hold `pages` (int64 `[B]`) pages: those, their free-ring entries, and the slot's side buffers."""
+    """Physical bytes of requests that hold `pages` (int64 `[B]`) pages: those, their free-ring entries, and the slot's
+    side buffers.
+    """
     return pages * (state.pages.shape[1] + state.free_ring.element_size()) + slot_bytes(state)
 
 

@@ -1,4 +1,6 @@
-"""The KV cache: pages, tables, windows and lengths of many requests, and the operations an engine needs. It knows no policy and no model."""
+"""The KV cache: pages, tables, windows and lengths of many requests, and the operations an engine needs. It knows no
+policy and no model.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class SlotRule:
 class KVCache:
     """A sifted KV cache for up to `spec.max_slots` requests.
 
-    A request's life: `admit`, then for each layer of its prompt `store_prompt`, then `begin_decode`; for each new token `attend` in every layer and one `step`;
+    A request's life: `admit`, then for each layer of its prompt `store_prompt`, then `begin_decode`; for each new token
+    `attend` in every layer and one `step`;
     at the end `release`. `state` is open to kernels and tests; nobody else writes to it.
     """
 
@@ -46,11 +49,17 @@ class KVCache:
         self._free_slots = list(range(spec.max_slots))
 
     def admit(self, rule: SlotRule) -> int:
-        """Take a slot for a request that lives by `rule`. Raises RequestError when the rule does not fit the cache, OutOfPages when no slot is free."""
+        """Take a slot for a request that lives by `rule`. Raises RequestError when the rule does not fit the cache,
+        OutOfPages when no slot is free.
+        """
         if rule.window > self.spec.max_window:
-            raise RequestError(f"window={rule.window} is above this cache's {self.spec.max_window}: open it with a larger max_window")
+            raise RequestError(
+                f"window={rule.window} is above this cache's {self.spec.max_window}: open it with a larger max_window"
+            )
         if rule.sinks > self.spec.sink_rows:
-            raise RequestError(f"sinks={rule.sinks} is above this cache's {self.spec.sink_rows}: open it with more sink_rows")
+            raise RequestError(
+                f"sinks={rule.sinks} is above this cache's {self.spec.sink_rows}: open it with more sink_rows"
+            )
         if not self._free_slots:
             raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
         slot = self._free_slots.pop(0)
@@ -68,7 +77,8 @@ class KVCache:
     def store_prompt(self, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, tier: Tensor) -> None:
         """Keep one layer of a request's prompt: k, v `[n, H, D]` (plain keys after RoPE), score fp32 `[H, n]`.
 
-        tier: int8 `[H, n]`, tier of the pool or -1 = dropped; what it says of protected tokens is ignored. Raises OutOfPages before anything is taken
+        tier: int8 `[H, n]`, tier of the pool or -1 = dropped; what it says of protected tokens is ignored. Raises
+            OutOfPages before anything is taken
         when the pool cannot hold the layer, NumericsError when a key or value is NaN or infinite.
         """
         if not bool(torch.isfinite(k).all() & torch.isfinite(v).all()):
@@ -79,10 +89,14 @@ class KVCache:
         kept = [(tier[:, free] == index).sum(-1) for index in range(len(self.spec.tiers))]
         needed = int(pages_needed(self.state, torch.stack(kept, -1)).sum())
         if needed > self.free_pages:
-            raise OutOfPages(f"layer {layer} of a prompt of {len(k)} tokens needs {needed} pages and {self.free_pages} are free")
+            raise OutOfPages(
+                f"layer {layer} of a prompt of {len(k)} tokens needs {needed} pages and {self.free_pages} are free"
+            )
         near = protected.nonzero()[:, 0]
         self.kernels.write_window(self.state, layer, slot, k[near], v[near], score[:, near], position[near])
-        self.kernels.append_tokens(self.state, layer, slot, k[free], v[free], score[:, free], position[free], tier[:, free])
+        self.kernels.append_tokens(
+            self.state, layer, slot, k[free], v[free], score[:, free], position[free], tier[:, free]
+        )
 
     def begin_decode(self, slot: int, length: int) -> None:
         """The prompt of `length` tokens is stored in every layer; the next token stands at position `length`."""
@@ -90,15 +104,21 @@ class KVCache:
         self.state.window_start[slot] = torch.maximum(self.state.sinks[slot], length - self.state.window[slot])
 
     def attend(self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store one new token a request and attend to all that its heads keep: slots int64 `[B]`, q `[B, Hq, D]`, k, v `[B, H, D]`; `[B, Hq, D]`."""
+        """Store one new token a request and attend to all that its heads keep: slots int64 `[B]`, q `[B, Hq, D]`, k, v
+        `[B, H, D]`; `[B, Hq, D]`.
+        """
         return self.kernels.decode_attention(self.state, layer, slots, q, k, v)
 
     def step(self, slots: Tensor, advance: bool = True) -> Tensor:
-        """End a decode step: sift what leaves the windows. Bool `[B]`, false for requests whose token had to wait for a page."""
+        """End a decode step: sift what leaves the windows. Bool `[B]`, false for requests whose token had to wait for a
+        page.
+        """
         return self.kernels.sift_step(self.state, slots, advance)
 
     def finite(self, slots: Tensor) -> Tensor:
-        """Bool `[B]`: whether the newest token's keys and values of each request are finite in every layer. Call it before `step`."""
+        """Bool `[B]`: whether the newest token's keys and values of each request are finite in every layer. Call it
+        before `step`.
+        """
         state, position = self.state, self.state.seen[slots]
         row = torch.where(position < state.sinks[slots], position, state.sink_rows + position % state.ring_rows)
         newest = torch.stack([state.window_k[slots, :, :, row], state.window_v[slots, :, :, row]])
@@ -117,7 +137,9 @@ class KVCache:
         return swapped
 
     def swap_in(self, swapped: SwappedRequest) -> int:
-        """Bring a request back, as it was, and return its new slot. Raises OutOfPages, and takes nothing, when slots or pages are short."""
+        """Bring a request back, as it was, and return its new slot. Raises OutOfPages, and takes nothing, when slots or
+        pages are short.
+        """
         if swapped.num_pages > self.free_pages:
             raise OutOfPages(f"the request needs {swapped.num_pages} pages and {self.free_pages} are free")
         if not self._free_slots:
@@ -135,7 +157,9 @@ class KVCache:
         return len(self._free_slots)
 
     def step_page_bound(self, slots: Tensor) -> int:
-        """Pages that the next step of these requests can take at most: one a tier that stands at the end of its last page, at most one (two with catch-up) a head slot."""
+        """Pages that the next step of these requests can take at most: one a tier that stands at the end of its last
+        page, at most one (two with catch-up) a head slot.
+        """
         state = self.state
         tokens = torch.tensor([layout.tokens for layout in state.layouts], device=slots.device)
         full = (state.lengths[slots] % tokens == 0) & (state.cap[slots] > 0)
@@ -173,7 +197,9 @@ def _empty_state(spec: CacheSpec, conditioning: Conditioning) -> CacheState:
         pages=zeros(spec.num_pages, spec.page_bytes, dtype=torch.uint8),
         free_ring=torch.arange(spec.num_pages, dtype=torch.int32, device=device),
         counters=torch.tensor([0, spec.num_pages], device=device),
-        page_table=torch.full((slots, layers, heads, -(-tiers // 2), spec.table_width), -1, dtype=torch.int32, device=device),
+        page_table=torch.full(
+            (slots, layers, heads, -(-tiers // 2), spec.table_width), -1, dtype=torch.int32, device=device
+        ),
         lengths=zeros(slots, layers, heads, tiers, dtype=torch.int32),
         window_k=zeros(slots, layers, heads, rows, spec.head_dim, dtype=spec.dtype),
         window_v=zeros(slots, layers, heads, rows, spec.head_dim, dtype=spec.dtype),

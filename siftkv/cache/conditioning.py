@@ -1,9 +1,13 @@
 """Key conditioning: what is subtracted from keys and how they are turned before they are quantised.
 
-A projection bias on keys (Qwen2.x) puts a constant into a few channels that is tens of times larger than what varies; min/max quantisation then spends its
-levels on the constant. So `k' = (k - RoPE_p(b_r)) @ rotation` is stored, and attention adds `q . RoPE_p(b_r)` back exactly (see
-`siftkv.kernels.reference.condition`). `b_r` is the bias on the head's `r` largest rotary pairs: the energy sits in few, slow pairs, and pairs whose bias is small
-against the spread of the keys need no cure. The rotation is a signed Hadamard transform, as in QuaRot (arXiv 2404.00456), which spreads outliers over channels.
+A projection bias on keys (Qwen2.x) puts a constant into a few channels that is tens of times larger than what varies;
+min/max quantisation then spends its
+levels on the constant. So `k' = (k - RoPE_p(b_r)) @ rotation` is stored, and attention adds `q . RoPE_p(b_r)` back
+exactly (see
+`siftkv.kernels.reference.condition`). `b_r` is the bias on the head's `r` largest rotary pairs: the energy sits in few,
+slow pairs, and pairs whose bias is small
+against the spread of the keys need no cure. The rotation is a signed Hadamard transform, as in QuaRot (arXiv
+2404.00456), which spreads outliers over channels.
 It costs no bytes and needs no calibration.
 """
 
@@ -18,7 +22,7 @@ from siftkv.errors import SiftKVError
 from siftkv.kernels.state import Conditioning
 
 MODES = ("full", "bias", "none")
-"""`full`: bias removed and keys rotated; `bias`: bias removed only; `none`: keys are quantised as the model makes them."""
+"""`full`: bias removed and keys rotated; `bias`: bias removed only; `none`: keys are quantised as they are."""
 
 _RANK_STEP = 8
 _ORDINARY = 0.5
@@ -26,7 +30,9 @@ _ORDINARY = 0.5
 
 
 def hadamard(dim: int) -> Tensor:
-    """Signed block Hadamard transform, orthogonal fp32 `[dim, dim]`; blocks are the largest power of two that divides `dim`."""
+    """Signed block Hadamard transform, orthogonal fp32 `[dim, dim]`; blocks are the largest power of two that divides
+    `dim`.
+    """
     block = dim & -dim
     h = torch.ones(1, 1)
     while h.shape[0] < block:
@@ -57,7 +63,8 @@ def build_conditioning(
 ) -> Conditioning:
     """Conditioning of a model's keys.
 
-    cos, sin: rotary tables fp32 `[max_len, D/2]`. biases, spreads: a layer each, key bias `[H, D]` or None, and the standard deviation of key channels `[H, D]`.
+    cos, sin: rotary tables fp32 `[max_len, D/2]`. biases, spreads: a layer each, key bias `[H, D]` or None, and the
+        standard deviation of key channels `[H, D]`.
     Raises SiftKVError for an unknown mode.
     """
     if mode not in MODES:

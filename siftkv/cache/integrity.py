@@ -1,4 +1,6 @@
-"""The check that finds what must never happen: a page owned twice, owned and free, lost, or a length that its pages do not hold."""
+"""The check that finds what must never happen: a page owned twice, owned and free, lost, or a length that its pages do
+not hold.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from siftkv.kernels.state import CacheState
 
 
 def check_integrity(state: CacheState) -> None:
-    """Raise IntegrityError, saying what is wrong, unless the cache's bookkeeping is whole. Reads everything; for tests and debugging."""
+    """Raise IntegrityError, saying what is wrong, unless the cache's bookkeeping is whole. Reads everything; for tests
+    and debugging.
+    """
     _check_ownership(state)
     _check_tables(state)
     _check_windows(state)

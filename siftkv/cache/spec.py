@@ -22,7 +22,8 @@ class CacheSpec:
     """What a cache is built from.
 
     num_layers, num_kv_heads, head_dim: of this rank's part of the model. dtype: of the window and the dense tier.
-    tiers: at most four, most precise first. page_bytes: 0 = chosen for the tiers. num_pages: of the pool. max_slots: requests resident at a time.
+    tiers: at most four, most precise first. page_bytes: 0 = chosen for the tiers. num_pages: of the pool. max_slots:
+        requests resident at a time.
     max_len: longest context in tokens. max_window, sink_rows: room in the window for each request.
     """
 
@@ -54,7 +55,9 @@ class CacheSpec:
 
     @property
     def table_width(self) -> int:
-        """Page-table entries that a row needs: the longest context in the tier of the row with the fewest tokens a page, and a part page each."""
+        """Page-table entries that a row needs: the longest context in the tier of the row with the fewest tokens a
+        page, and a part page each.
+        """
         return -(-self.max_len // min(layout.tokens for layout in self.layouts)) + 2
 
     @property
@@ -68,7 +71,9 @@ class CacheSpec:
             if tier.format == fmt:
                 return index
         names = ", ".join(t.name for t in self.tiers)
-        raise FormatError(f"format {fmt.name} is not one of this pool's ({names}): open it with formats that include {fmt.name}")
+        raise FormatError(
+            f"format {fmt.name} is not one of this pool's ({names}): open it with formats that include {fmt.name}"
+        )
 
     def bf16_bytes(self, tokens: int) -> int:
         """Bytes that `tokens` tokens of one request take in a plain 16-bit cache of this model."""

@@ -1,4 +1,6 @@
-"""Moving a request's cache to host memory and back, bit for bit: what preemption costs is a copy of the sifted bytes, not of the 16-bit ones."""
+"""Moving a request's cache to host memory and back, bit for bit: what preemption costs is a copy of the sifted bytes,
+not of the 16-bit ones.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,28 @@ from torch import Tensor
 from siftkv.kernels.reference.pages import take_pages
 from siftkv.kernels.state import CacheState
 
-_COPIED = ("lengths", "window_k", "window_v", "window_score", "seen", "window_start", "sinks", "window", "refresh", "catch_up", "alpha", "cap")
+_COPIED = (
+    "lengths",
+    "window_k",
+    "window_v",
+    "window_score",
+    "seen",
+    "window_start",
+    "sinks",
+    "window",
+    "refresh",
+    "catch_up",
+    "alpha",
+    "cap",
+)
 
 
 @dataclass(frozen=True)
 class SwappedRequest:
     """All that one request had in the cache, in host memory.
 
-    pages: uint8 `[n, page_bytes]`, in the order of `where`. where: bool `[L, H, ceil(T/2), width]`, table entries that held them.
+    pages: uint8 `[n, page_bytes]`, in the order of `where`. where: bool `[L, H, ceil(T/2), width]`, table entries that
+        held them.
     """
 
     pages: Tensor

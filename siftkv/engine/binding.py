@@ -13,7 +13,8 @@ from siftkv.policies import Policy, PromptView
 class BoundPolicy:
     """What the engine needs of a policy for one model and pool.
 
-    Raises FormatError when the policy needs a format that the pool was not opened with, PolicyError when its window or sinks do not fit.
+    Raises FormatError when the policy needs a format that the pool was not opened with, PolicyError when its window or
+    sinks do not fit.
     """
 
     def __init__(self, policy: Policy, spec: CacheSpec) -> None:
@@ -22,7 +23,8 @@ class BoundPolicy:
         self._tiers = [spec.tier_index(tier.format) for tier in policy.tiers(dense_name(spec.dtype))]
         if policy.window > spec.max_window or policy.sinks > spec.sink_rows:
             raise PolicyError(
-                f"{policy.name}: window={policy.window}, sinks={policy.sinks} do not fit this engine (at most {spec.max_window} and {spec.sink_rows}): "
+                f"{policy.name}: window={policy.window}, sinks={policy.sinks} do not fit this engine "
+                f"(at most {spec.max_window} and {spec.sink_rows}): "
                 "open it with larger max_window or sink_rows"
             )
         self._pool_tier = torch.tensor([*self._tiers, -1], dtype=torch.int8)  # index -1 stays "dropped"

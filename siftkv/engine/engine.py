@@ -67,9 +67,16 @@ class Engine:
         return known
 
     def add(
-        self, prompt_ids: SequenceOf[int], params: SamplingParams, policy: Policy, prompt: str | None = None, request_id: str | None = None
+        self,
+        prompt_ids: SequenceOf[int],
+        params: SamplingParams,
+        policy: Policy,
+        prompt: str | None = None,
+        request_id: str | None = None,
     ) -> str:
-        """Queue a request of `params.n` completions and return its id. Raises RequestError, PolicyError or FormatError, and then nothing is queued."""
+        """Queue a request of `params.n` completions and return its id. Raises RequestError, PolicyError or FormatError,
+        and then nothing is queued.
+        """
         ids = [int(t) for t in prompt_ids]
         self.check_prompt(ids)
         bound = self.bind(policy)
@@ -89,7 +96,8 @@ class Engine:
             raise RequestError("the prompt is empty: give at least one token")
         if len(ids) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.max_model_len} with at least one to generate: "
+                f"the prompt has {len(ids)} tokens and the context holds {self.max_model_len}, "
+                "with at least one to generate: "
                 "shorten it or raise max_model_len"
             )
         if not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
@@ -97,7 +105,14 @@ class Engine:
             raise RequestError(f"token id {wrong} is outside the vocabulary of {self.config.vocab_size}")
 
     def _sequence(
-        self, request_id: str, index: int, prompt: str | None, ids: list[int], params: SamplingParams, bound: BoundPolicy, limit: int
+        self,
+        request_id: str,
+        index: int,
+        prompt: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        bound: BoundPolicy,
+        limit: int,
     ) -> Sequence:
         output_ids: list[int] = []
         return Sequence(
@@ -128,10 +143,8 @@ class Engine:
 
     def abort(self, request_id: str) -> list[StreamChunk]:
         """End a request at once, wherever it stands; its pages return. Unknown ids are ignored."""
-        chunks = []
-        for sequence in self._live.get(request_id, []):
-            if sequence.finish_reason is None:
-                chunks.append(self._finish(sequence, "abort"))
+        live = [s for s in self._live.get(request_id, []) if s.finish_reason is None]
+        chunks = [self._finish(sequence, "abort") for sequence in live]
         self._verify()
         return chunks
 
@@ -173,7 +186,8 @@ class Engine:
             return []
         total = self.cache.spec.num_pages
         error = OutOfPages(
-            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {total} pages under {sequence.policy.name}: "
+            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {total} pages "
+            f"under {sequence.policy.name}: "
             f"raise kv_cache_memory_bytes, or use a kv setting that keeps less ({failure})"
         )
         return [self._fail(sequence, error)]
@@ -187,7 +201,9 @@ class Engine:
             if ok:
                 good.append(row)
             else:
-                chunks.append(self._fail(sequence, NumericsError("NaN or infinity in the keys or values of a generated token")))
+                chunks.append(
+                    self._fail(sequence, NumericsError("NaN or infinity in the keys or values of a generated token"))
+                )
         return chunks + self._next_tokens([sequences[row] for row in good], logits[good])
 
     def _slots(self, sequences: list[Sequence]) -> Tensor:
@@ -203,7 +219,9 @@ class Engine:
                 drawn = self.sampler.sample(logits[rows], [sequences[row].row for row in rows])
             except NonFiniteLogits as error:
                 wrong = {rows[i] for i in error.rows}
-                chunks += [self._fail(sequences[row], NumericsError("the model gave NaN or infinite logits")) for row in wrong]
+                chunks += [
+                    self._fail(sequences[row], NumericsError("the model gave NaN or infinite logits")) for row in wrong
+                ]
                 rows = [row for row in rows if row not in wrong]
                 continue
             for row, token, logprob in zip(rows, drawn.token_ids, drawn.logprobs, strict=True):
@@ -213,7 +231,9 @@ class Engine:
 
     def _track_peaks(self, sequences: list[Sequence]) -> None:
         if sequences:
-            for sequence, held in zip(sequences, self.cache.request_bytes(self._slots(sequences)).tolist(), strict=True):
+            for sequence, held in zip(
+                sequences, self.cache.request_bytes(self._slots(sequences)).tolist(), strict=True
+            ):
                 sequence.peak_bytes = max(sequence.peak_bytes, held)
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> StreamChunk:
@@ -249,11 +269,10 @@ class Engine:
         closed: bool = False,
         may_stop: bool = False,
     ) -> StreamChunk:
-        stops = sequence.stops
-        if not closed and stops.stop_reason is None:
-            text += stops.close(sequence.detokenizer.flush(), may_stop)
-            if stops.stop_reason is not None:
-                reason, sequence.stop_reason = "stop", stops.stop_reason
+        if not closed:
+            text += sequence.stops.close(sequence.detokenizer.flush(), may_stop)
+            if sequence.stops.stop_reason is not None:
+                reason, sequence.stop_reason = "stop", sequence.stops.stop_reason
         sequence.finish_reason = reason  # type: ignore[assignment]
         sequence.finished = time.perf_counter()
         if sequence.slot >= 0:

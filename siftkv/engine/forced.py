@@ -1,4 +1,6 @@
-"""Teacher forcing through the real decode path: given tokens are fed one by one, as if they had been generated, and every distribution is handed out."""
+"""Teacher forcing through the real decode path: given tokens are fed one by one, as if they had been generated, and
+every distribution is handed out.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ class ForcedRow:
 
 
 class ForcedRun:
-    """Runs rows side by side. Iterate to get, for each step, the logits fp32 `[B, vocab]` that follow the token just fed; then read `reports`.
+    """Runs rows side by side. Iterate to get, for each step, the logits fp32 `[B, vocab]` that follow the token just
+    fed; then read `reports`.
 
-    All rows feed the same number of tokens. Rows may differ in prompt, tokens and policy. Pages are given back when the iteration ends, however it ends.
-    Raises RequestError for rows that do not fit the context, OutOfPages when the pool is too small for all rows at once.
+    All rows feed the same number of tokens. Rows may differ in prompt, tokens and policy. Pages are given back when the
+    iteration ends, however it ends.
+    Raises RequestError for rows that do not fit the context, OutOfPages when the pool is too small for all rows at
+    once.
     """
 
     def __init__(self, engine: Engine, rows: SequenceOf[ForcedRow]) -> None:
@@ -56,9 +61,14 @@ class ForcedRun:
             slot_tensor = cache.state.seen.new_tensor(slots)
             for step in range(self.steps):
                 if cache.step_page_bound(slot_tensor) > cache.free_pages:
-                    raise OutOfPages(f"the pool of {cache.spec.num_pages} pages is full after {step} tokens: raise kv_cache_memory_bytes")
+                    raise OutOfPages(
+                        f"the pool of {cache.spec.num_pages} pages is full after {step} tokens: "
+                        "raise kv_cache_memory_bytes"
+                    )
                 logits, _ = runner.decode([row.forced_ids[step] for row in self.rows], slots)
-                peaks = [max(old, new) for old, new in zip(peaks, cache.request_bytes(slot_tensor).tolist(), strict=True)]
+                peaks = [
+                    max(old, new) for old, new in zip(peaks, cache.request_bytes(slot_tensor).tolist(), strict=True)
+                ]
                 yield logits
             self.reports = [kv_report(cache, s, p.name, peak) for s, p, peak in zip(slots, bound, peaks, strict=True)]
         finally:

@@ -34,14 +34,17 @@ class LLM:
         >>> out[0].text, out[0].kv.ratio
 
     model: a built-in name, a local folder or `.gguf` file, a Hub id, or a `LoadedModel`.
-    kv: the default policy of requests. formats: further formats that requests may use besides those of `kv`; `bf16` (the model's dtype) for requests with kv="full".
+    kv: the default policy of requests. formats: further formats that requests may use besides those of `kv`; `bf16`
+        (the model's dtype) for requests with kv="full".
     dtype: `auto` = the checkpoint's. device: `cpu` or a CUDA device.
     max_model_len: longest context in tokens (default: the model's). max_num_seqs: requests resident at a time.
-    kv_cache_memory_bytes: of the whole cache, tables and windows included (default: 1 GiB, or what one request of `max_model_len` tokens takes in
+    kv_cache_memory_bytes: of the whole cache, tables and windows included (default: 1 GiB, or what one request of
+        `max_model_len` tokens takes in
         the pool's most precise format, if that is more).
     conditioning: `full`, `bias` or `none`, see `siftkv.cache.conditioning`. kernels: `auto`, `numba` or `reference`.
     preemption: `swap` or `recompute` what is evicted when pages run out; swap_space_bytes bounds the former.
-    max_window, sink_rows: the largest `window` and `sinks` that a request's policy may ask for (default: those of `kv`, at least 64 and 4).
+    max_window, sink_rows: the largest `window` and `sinks` that a request's policy may ask for (default: those of `kv`,
+        at least 64 and 4).
 
     Raises ModelError, PolicyError, FormatError or SiftKVError with a message that says what to do.
     """
@@ -109,6 +112,7 @@ class LLM:
             swap_space_bytes,
             check_integrity,
         )
+        self.engine.bind(self.kv)
 
     @property
     def tokenizer(self) -> Any:
@@ -129,13 +133,16 @@ class LLM:
         """Run prompts to their end, batched continuously, and return their outputs in order.
 
         prompts: one prompt or several, each a string or token ids. sampling_params, kv: one for all, or one a prompt.
-        Raises RequestError, PolicyError or FormatError before anything runs when a request is invalid. When a request fails while it runs (NumericsError,
+        Raises RequestError, PolicyError or FormatError before anything runs when a request is invalid. When a request
+        fails while it runs (NumericsError,
         OutOfPages), the others are finished first; the exception's `outputs` holds what was generated.
         """
         batch = _as_list(prompts)
         if not batch:
             return []
-        params = _spread(sampling_params if sampling_params is not None else SamplingParams(), len(batch), "sampling_params")
+        params = _spread(
+            sampling_params if sampling_params is not None else SamplingParams(), len(batch), "sampling_params"
+        )
         policies = [parse_policy(x) for x in _spread(kv if kv is not None else self.kv, len(batch), "kv")]
         ids: list[str] = []
         try:
@@ -149,14 +156,18 @@ class LLM:
                 self.engine.abort(request_id)
                 self.engine.forget(request_id)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, kv: Kv | None = None) -> Iterator[StreamChunk]:
-        """Run one prompt and yield what each step adds. Closing the iterator cancels the request and gives its pages back."""
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, kv: Kv | None = None
+    ) -> Iterator[StreamChunk]:
+        """Run one prompt and yield what each step adds. Closing the iterator cancels the request and gives its pages
+        back.
+        """
         policy = parse_policy(kv if kv is not None else self.kv)
         request_id = self._add(prompt, sampling_params or SamplingParams(), policy)
         try:
             while any(s.finish_reason is None for s in self.engine.sequences(request_id)):
                 yield from (chunk for chunk in self.engine.step() if chunk.request_id == request_id)
-            _raise_first([s for s in self.engine.sequences(request_id)], None)
+            _raise_first(self.engine.sequences(request_id), None)
         finally:
             self.engine.abort(request_id)
             self.engine.forget(request_id)
@@ -164,18 +175,24 @@ class LLM:
     def chat_prompt(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation in the model's chat template, up to where the assistant answers.
 
-        messages: `{"role": ..., "content": ...}` each. Raises RequestError for a model without a template, or messages that it refuses.
+        messages: `{"role": ..., "content": ...}` each. Raises RequestError for a model without a template, or messages
+            that it refuses.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise RequestError(f"{self.model.name} has no chat template: use generate() with a plain prompt")
         try:
-            text = self.tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def chat(
-        self, messages: SequenceOf[Mapping[str, str]], sampling_params: SamplingParams | None = None, kv: Kv | None = None
+        self,
+        messages: SequenceOf[Mapping[str, str]],
+        sampling_params: SamplingParams | None = None,
+        kv: Kv | None = None,
     ) -> RequestOutput:
         """Answer a conversation."""
         return self.generate([self.chat_prompt(messages)], sampling_params, kv)[0]
@@ -199,7 +216,9 @@ class LLM:
             failed += [s for s in sequences if s.error is not None]
             first = sequences[0]
             outputs.append(
-                RequestOutput(request_id, first.prompt, first.prompt_ids, [s.output() for s in sequences], first.metrics())
+                RequestOutput(
+                    request_id, first.prompt, first.prompt_ids, [s.output() for s in sequences], first.metrics()
+                )
             )
         _raise_first(failed, outputs)
         return outputs

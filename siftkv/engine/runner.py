@@ -20,10 +20,13 @@ class Runner:
         self.cache = cache
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]], slots: list[int], sifters: list[Sifter]) -> tuple[Tensor, list[SiftKVError | None]]:
+    def prefill(
+        self, prompts: list[list[int]], slots: list[int], sifters: list[Sifter]
+    ) -> tuple[Tensor, list[SiftKVError | None]]:
         """Run prompts laid end to end and keep what their sifters say.
 
-        Returns logits fp32 `[B, vocab]` after the last token of each, and for each prompt why it could not be kept (OutOfPages, NumericsError), or None.
+        Returns logits fp32 `[B, vocab]` after the last token of each, and for each prompt why it could not be kept
+        (OutOfPages, NumericsError), or None.
         """
         lengths = [len(p) for p in prompts]
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -40,7 +43,8 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, token_ids: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
-        """Feed one token to each request: logits fp32 `[B, vocab]`, and bool `[B]`, false where keys or values were not finite.
+        """Feed one token to each request: logits fp32 `[B, vocab]`, and bool `[B]`, false where keys or values were not
+        finite.
 
         The caller made sure that the pages of the step are free (`KVCache.step_page_bound`).
         """

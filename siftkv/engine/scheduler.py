@@ -20,7 +20,9 @@ _LEARNING_RATE = 0.3
 
 @dataclass(frozen=True)
 class Batch:
-    """What the next pass computes: prompts, or one token of each running sequence. failed: sequences that can never fit."""
+    """What the next pass computes: prompts, or one token of each running sequence. failed: sequences that can never
+    fit.
+    """
 
     prefill: list[Sequence] = field(default_factory=list)
     decode: list[Sequence] = field(default_factory=list)
@@ -30,11 +32,14 @@ class Batch:
 class Scheduler:
     """First come, first served. Prompts go first while pages are free; the newest running sequence is preempted first.
 
-    preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last; `recompute`, and the fallback, prefills the
+    preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last;
+        `recompute`, and the fallback, prefills the
     prompt again and feeds the generated tokens through the decode policy.
     """
 
-    def __init__(self, cache: KVCache, max_batched_tokens: int, preemption: Preemption = "swap", swap_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, cache: KVCache, max_batched_tokens: int, preemption: Preemption = "swap", swap_bytes: int = 1 << 30
+    ) -> None:
         self.cache = cache
         self.max_batched_tokens = max_batched_tokens
         self.preemption = preemption
@@ -52,7 +57,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> Batch:
-        """Choose the next pass. Sequences of a prefill batch have a slot and are running; they stay so unless `requeue` takes them back."""
+        """Choose the next pass. Sequences of a prefill batch have a slot and are running; they stay so unless `requeue`
+        takes them back.
+        """
         self._resume()
         prompts = self._admit() if not self.swapped else []
         if prompts:
@@ -70,7 +77,9 @@ class Scheduler:
         sequence.slot, sequence.swapped, sequence.status = -1, None, Status.FINISHED
 
     def requeue(self, sequence: Sequence) -> bool:
-        """Take back a prompt for which pages ran out during prefill. False when nothing else holds pages, so that waiting cannot help."""
+        """Take back a prompt for which pages ran out during prefill. False when nothing else holds pages, so that
+        waiting cannot help.
+        """
         self.running.remove(sequence)
         self.cache.release([sequence.slot])
         sequence.slot, sequence.status = -1, Status.WAITING
@@ -130,12 +139,15 @@ class Scheduler:
         return prompts
 
     def _make_room(self) -> list[Sequence]:
-        """Preempt the newest sequences until the next step fits for sure. A sequence that is alone and still does not fit fails."""
+        """Preempt the newest sequences until the next step fits for sure. A sequence that is alone and still does not
+        fit fails.
+        """
         while self.running and self._bound() > self.cache.free_pages:
             victim = self.running.pop()
             if not self.running:
                 victim.error = OutOfPages(
-                    f"request {victim.request_id}: the pool of {self.cache.spec.num_pages} pages is full after {len(victim.output_ids)} tokens: "
+                    f"request {victim.request_id}: the pool of {self.cache.spec.num_pages} pages is full "
+                    f"after {len(victim.output_ids)} tokens: "
                     "raise kv_cache_memory_bytes, or use a kv setting that keeps less"
                 )
                 return [victim]

@@ -20,7 +20,9 @@ MIN_SINKS = 4
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """What a user asks of a cache; None where it is to be chosen. positions: whether quantised tiers store positions in any case."""
+    """What a user asks of a cache; None where it is to be chosen. positions: whether quantised tiers store positions in
+    any case.
+    """
 
     policy: Policy
     formats: tuple[str, ...]
@@ -33,7 +35,9 @@ class PoolRequest:
 
 
 def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, conditioning: Conditioning) -> CacheSpec:
-    """The cache that fits `asked`. Raises RequestError for a context the model does not have, SiftKVError for a budget that holds nothing."""
+    """The cache that fits `asked`. Raises RequestError for a context the model does not have, SiftKVError for a budget
+    that holds nothing.
+    """
     dense = dense_name(dtype)
     extra = [_declared(TierFormat.parse(name)) for name in asked.formats]
     tiers = merge_tiers([*asked.policy.tiers(dense), *extra], asked.positions)
@@ -57,7 +61,8 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
     pages = (budget - fixed) // a_page
     if pages < spec.head_slots:
         raise SiftKVError(
-            f"kv_cache_memory_bytes={budget} is too small: windows and tables of {spec.max_slots} requests take {fixed} bytes and one page a head takes "
+            f"kv_cache_memory_bytes={budget} is too small: windows and tables of {spec.max_slots} requests "
+            f"take {fixed} bytes and one page a head takes "
             f"{spec.head_slots * a_page} more; raise it, or lower max_num_seqs or max_model_len"
         )
     return replace(spec, num_pages=int(pages))
@@ -71,12 +76,16 @@ def planned_bytes(spec: CacheSpec, conditioning: Conditioning) -> int:
     a_head += 2 * rows * spec.head_dim * spec.dtype.itemsize + 4 * rows  # window keys, values, scores
     a_head += (4 + 4) * tiers  # thresholds and caps
     a_slot = a_head * heads + 6 * 8  # seen, window_start, sinks, window, refresh, catch_up
-    shared = 2 * 8 + sum(t.numel() * t.element_size() for t in vars(conditioning).values() if isinstance(t, torch.Tensor))
+    shared = 2 * 8 + sum(
+        t.numel() * t.element_size() for t in vars(conditioning).values() if isinstance(t, torch.Tensor)
+    )
     return spec.max_slots * a_slot + spec.num_pages * (spec.page_bytes + 4) + shared
 
 
 def _declared(fmt: TierFormat) -> Tier:
-    """A format opened for requests that are not known yet: a dense one for `full`, which reads no scores; others with all state."""
+    """A format opened for requests that are not known yet: a dense one for `full`, which reads no scores; others with
+    all state.
+    """
     return Tier(fmt, scores=not fmt.dense, positions=not fmt.dense)
 
 
@@ -98,5 +107,7 @@ def _context(config: ModelConfig, asked: int | None) -> int:
         raise RequestError(f"max_model_len={asked}: use 2 or more")
     if asked > config.context_limit:
         why = "its sliding window" if config.sliding_window == config.context_limit else "its positions"
-        raise RequestError(f"max_model_len={asked} is beyond this model's {config.context_limit} tokens ({why}): lower it")
+        raise RequestError(
+            f"max_model_len={asked} is beyond this model's {config.context_limit} tokens ({why}): lower it"
+        )
     return asked

@@ -29,7 +29,15 @@ class Kernels(Protocol):
     def prompt_importance(self, q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Tensor: ...
 
     def append_tokens(
-        self, state: CacheState, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, position: Tensor, tier: Tensor
+        self,
+        state: CacheState,
+        layer: int,
+        slot: int,
+        k: Tensor,
+        v: Tensor,
+        score: Tensor,
+        position: Tensor,
+        tier: Tensor,
     ) -> None: ...
 
     def write_window(

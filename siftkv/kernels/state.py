@@ -1,8 +1,10 @@
 """The tensors that a cache is made of, and the tensors that describe a batch: what kernels read and write.
 
-Plain data, no behaviour. `siftkv.cache` owns a `CacheState`; every kernel body (reference, numba, ...) takes it as its first argument.
+Plain data, no behaviour. `siftkv.cache` owns a `CacheState`; every kernel body (reference, numba, ...) takes it as its
+first argument.
 
-Legend: S request slots, L layers, H kv heads, T tiers, R window rows, D head_dim, B requests in a batch, G query heads a kv head.
+Legend: S request slots, L layers, H kv heads, T tiers, R window rows, D head_dim, B requests in a batch, G query heads
+a kv head.
 A *head slot* is one (slot, layer, kv head). Tiers are ordered from most to least precise.
 """
 
@@ -24,7 +26,8 @@ class Conditioning:
     rotation: `[D, D]` fp32, orthogonal (a signed block Hadamard transform); the identity where rotation is off.
     cos, sin: `[max_len, D/2]` fp32 rotary tables, indexed by position.
     bias: `[L, H, D]` fp32, the key bias restricted to each head's largest rotary pairs; zero elsewhere.
-    pairs: `[L, H, P]` int32, the rotary pairs (i, i + D/2) that `bias` keeps; rank: `[L, H]` int32, how many of them count.
+    pairs: `[L, H, P]` int32, the rotary pairs (i, i + D/2) that `bias` keeps; rank: `[L, H]` int32, how many of them
+        count.
     has_bias: whether any rank is above 0.
     """
 
@@ -44,18 +47,23 @@ class CacheState:
 
     layouts: one `PageLayout` a tier.
     pages: `[num_pages, page_bytes]` uint8.
-    free_ring: `[num_pages]` int32, page ids; `counters`: `[2]` int64, (taken, returned), which only grow. Entry `i % num_pages` of the ring for
+    free_ring: `[num_pages]` int32, page ids; `counters`: `[2]` int64, (taken, returned), which only grow. Entry `i %
+        num_pages` of the ring for
         `taken <= i < returned` is a free page, so full and empty differ.
-    page_table: `[S, L, H, ceil(T/2), width]` int32, -1 where empty: tier `t` stands in row `t // 2`, from the left when `t` is even and from the
+    page_table: `[S, L, H, ceil(T/2), width]` int32, -1 where empty: tier `t` stands in row `t // 2`, from the left when
+        `t` is even and from the
         right when it is odd.
     lengths: `[S, L, H, T]` int32, tokens a tier. Pages held are exactly `ceil(length / tokens a page)`.
-    window_k, window_v: `[S, L, H, sink_rows + R, D]` in the model's dtype: the first tokens, then a ring of the most recent ones. A token at
+    window_k, window_v: `[S, L, H, sink_rows + R, D]` in the model's dtype: the first tokens, then a ring of the most
+        recent ones. A token at
         position `p` stands in row `p` when `p < sinks[slot]`, else in row `sink_rows + p % R`.
     window_score: `[S, L, H, sink_rows + R]` fp32, mean attention of the tokens in the window.
-    seen: `[S]` int64, tokens so far; window_start: `[S]` int64, the position of the oldest token in the ring (at least `sinks`).
+    seen: `[S]` int64, tokens so far; window_start: `[S]` int64, the position of the oldest token in the ring (at least
+        `sinks`).
     sinks, window: `[S]` int64, how many first tokens and how many recent ones the request keeps in the window.
     refresh: `[S]` int64, scores are refreshed at positions that are multiples of it; 0 = never.
-    catch_up: `[S]` int64, how many stale tokens of each head slot may be examined in a step besides the one that leaves the window.
+    catch_up: `[S]` int64, how many stale tokens of each head slot may be examined in a step besides the one that leaves
+        the window.
     scratch: what a kernel body derives once from these tensors (views, work space); never part of the cache's content.
     alpha: `[S, L, H, T]` fp32 and cap `[S, L, H, T]` int32: the decode rule, see `siftkv.policies.base.DecodeRule`.
     """
@@ -108,7 +116,9 @@ class CacheState:
 
 
 def table_column(width: int, tier: int, index: Tensor) -> Tensor:
-    """Column of the `index`-th page of a tier in its row of the page table: from the left for even tiers, from the right for odd ones."""
+    """Column of the `index`-th page of a tier in its row of the page table: from the left for even tiers, from the
+    right for odd ones.
+    """
     return index if tier % 2 == 0 else width - 1 - index
 
 

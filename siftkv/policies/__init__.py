@@ -1,6 +1,8 @@
-"""Policies over the sifted cache, and the `kv` strings that name them: `full`, `uniform:k8v4`, `diffkv:alpha_low=0.02,window=128`.
+"""Policies over the sifted cache, and the `kv` strings that name them: `full`, `uniform:k8v4`,
+`diffkv:alpha_low=0.02,window=128`.
 
-The same string works in Python, on the command line and in a request. A string is `name`, or `name:` and settings `key=value` separated by commas;
+The same string works in Python, on the command line and in a request. A string is `name`, or `name:` and settings
+`key=value` separated by commas;
 a bare value sets the policy's first setting.
 """
 
@@ -23,7 +25,9 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Full, Uniform, Di
 
 
 def parse_policy(kv: str | Policy) -> Policy:
-    """The policy that a `kv` string names. Raises PolicyError that lists what exists when a name, setting or value is not one."""
+    """The policy that a `kv` string names. Raises PolicyError that lists what exists when a name, setting or value is
+    not one.
+    """
     if isinstance(kv, Policy):
         return kv
     if not isinstance(kv, str):

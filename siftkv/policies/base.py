@@ -30,8 +30,10 @@ UNLIMITED = 2**31 - 1
 class PromptView:
     """One layer's prompt as a policy sees it.
 
-    layer: index. score: fp32 `[H, n]`, mean attention from later queries (zeros if the policy asked for no rows). protected: bool `[n]`, tokens that stay in
-    the window whatever the policy says. v: `[n, H, D]` values, for policies that weigh by their norm. `n` is the whole prompt, token `i` at position `i`.
+    layer: index. score: fp32 `[H, n]`, mean attention from later queries (zeros if the policy asked for no rows).
+        protected: bool `[n]`, tokens that stay in
+    the window whatever the policy says. v: `[n, H, D]` values, for policies that weigh by their norm. `n` is the whole
+    prompt, token `i` at position `i`.
     """
 
     layer: int
@@ -51,11 +53,14 @@ class PromptView:
 
 @dataclass(frozen=True)
 class DecodeRule:
-    """The rule of the decode step, for each tier of the policy in order (`siftkv.kernels.reference.sift` says how it runs).
+    """The rule of the decode step, for each tier of the policy in order (`siftkv.kernels.reference.sift` says how it
+    runs).
 
-    alpha: fp32 `[L, H, t]`; a tier takes tokens whose mean attention is at least `alpha / N` (N tokens so far), and its weakest token below that moves down.
+    alpha: fp32 `[L, H, t]`; a tier takes tokens whose mean attention is at least `alpha / N` (N tokens so far), and its
+        weakest token below that moves down.
     cap: int64 `[L, H, t]`, tokens that the tier may hold a head; 0 closes it.
-    refresh: scores are refreshed every so many positions (0 = never). catch_up: 1 to examine each tier's weakest token in every step, not only where a token enters.
+    refresh: scores are refreshed every so many positions (0 = never). catch_up: 1 to examine each tier's weakest token
+        in every step, not only where a token enters.
     """
 
     alpha: Tensor
@@ -80,7 +85,9 @@ class Policy(ABC):
         """Tiers the policy places tokens in, most precise first. `dense` names the model's own 16/32-bit format."""
 
     def rows(self, length: int) -> tuple[Tensor, Tensor] | None:
-        """Query rows (int64 `[M]`, ascending) of a prompt and their weights (fp32 `[M]`) for the importance; None = no scores are needed."""
+        """Query rows (int64 `[M]`, ascending) of a prompt and their weights (fp32 `[M]`) for the importance; None = no
+        scores are needed.
+        """
         return None
 
     @abstractmethod
@@ -89,7 +96,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
-        """Thresholds and caps of decoding. Raises PolicyError when per-layer or per-head settings do not fit the model."""
+        """Thresholds and caps of decoding. Raises PolicyError when per-head settings do not fit the model."""
 
     def describe(self) -> str:
         """The `kv` string that makes this policy again."""
@@ -104,7 +111,9 @@ def _plain(value: object) -> str:
 def check_window(window: int, sinks: int) -> None:
     """Raise PolicyError unless a policy's window and sinks are usable."""
     if window < 1:
-        raise PolicyError(f"window={window}: at least 1 recent token is kept, so use a window of 1 or more (the default is 64)")
+        raise PolicyError(
+            f"window={window}: at least 1 recent token is kept, so use a window of 1 or more (the default is 64)"
+        )
     if sinks < 0:
         raise PolicyError(f"sinks={sinks}: use 0 or more first tokens")
 
@@ -122,5 +131,6 @@ def expand(setting: Setting, name: str, num_layers: int, num_kv_heads: int) -> T
         return value.expand(num_layers, num_kv_heads).clone()
     except RuntimeError:
         raise PolicyError(
-            f"{name} has shape {tuple(value.shape)}: give one number, {num_layers} (one a layer) or {num_layers} x {num_kv_heads} (one a layer and kv head)"
+            f"{name} has shape {tuple(value.shape)}: give one number, {num_layers} (one a layer) "
+            f"or {num_layers} x {num_kv_heads} (one a layer and kv head)"
         ) from None

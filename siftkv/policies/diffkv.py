@@ -1,7 +1,10 @@
-"""`diffkv`: keys kept more precisely than values, each token at high precision, at low precision or dropped, by its importance.
+"""`diffkv`: keys kept more precisely than values, each token at high precision, at low precision or dropped, by its
+importance.
 
-Source: "DiffKV: Differentiated Memory Management for Large Language Models with Parallel KV Compaction" (SOSP 2025, arXiv 2412.03131), section 4.
-What differs from the paper, on purpose: the recent window is kept at 16 bits; the first `sinks` tokens are never dropped (sinks=0 is the paper); keys are
+Source: "DiffKV: Differentiated Memory Management for Large Language Models with Parallel KV Compaction" (SOSP 2025,
+arXiv 2412.03131), section 4.
+What differs from the paper, on purpose: the recent window is kept at 16 bits; the first `sinks` tokens are never
+dropped (sinks=0 is the paper); keys are
 conditioned before they are quantised (a setting of the engine, not of the policy).
 """
 
@@ -32,16 +35,21 @@ from siftkv.policies.importance import observation_rows, sampled_rows
 class DiffKV(Policy):
     """DiffKV's three fates of a token.
 
-    A prompt token at position `i` whose mean attention from later queries is at least `alpha_high / (i + 1)` is kept in format `high`, one that
-    reaches `alpha_low / (i + 1)` in format `low`, others are dropped. At each decode step the token that leaves the window is classed against `alpha / N`, then
+    A prompt token at position `i` whose mean attention from later queries is at least `alpha_high / (i + 1)` is kept in
+    format `high`, one that
+    reaches `alpha_low / (i + 1)` in format `low`, others are dropped. At each decode step the token that leaves the
+    window is classed against `alpha / N`, then
     the weakest token of the tier it entered is examined and moves down if it falls short.
 
-    alpha_high, alpha_low: one number, one a layer, or one a layer and kv head; 0 <= alpha_low <= alpha_high. alpha_low=0 never drops.
+    alpha_high, alpha_low: one number, one a layer, or one a layer and kv head; 0 <= alpha_low <= alpha_high.
+        alpha_low=0 never drops.
     window: recent tokens at 16 bits. sinks: first tokens at 16 bits, never dropped.
     importance: `all` = mean over all later queries, `window` = over the last `observe` queries of the prompt.
-    sample: with `all`, the prompt's mean is estimated from every `sample`-th query row and all of the last 256; 1 = every row.
+    sample: with `all`, the prompt's mean is estimated from every `sample`-th query row and all of the last 256; 1 =
+        every row.
     interval: scores are refreshed at every `interval`-th position while decoding; 1 = the paper.
-    catch_up: 1 = in each step the weakest token of every tier is examined, also where no token entered, so that pages shrink as thresholds pass tokens by.
+    catch_up: 1 = in each step the weakest token of every tier is examined, also where no token entered, so that pages
+        shrink as thresholds pass tokens by.
     """
 
     name: ClassVar[str] = "diffkv"
@@ -72,7 +80,7 @@ class DiffKV(Policy):
             raise PolicyError(f"high and low are both {self.high}: use two formats, or uniform:{self.high} for one")
 
     def _check_thresholds(self) -> None:
-        high, low = (torch.as_tensor(x, dtype=torch.float64) for x in (self.alpha_high, self.alpha_low))
+        high, low = (_column(x) for x in (self.alpha_high, self.alpha_low))
         for name, value in (("alpha_high", high), ("alpha_low", low)):
             if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
                 raise PolicyError(f"{name}={getattr(self, name)}: use a finite number, 0 or more")
@@ -81,13 +89,18 @@ class DiffKV(Policy):
         except RuntimeError:
             raise PolicyError("alpha_high and alpha_low have shapes that do not fit together") from None
         if above:
-            raise PolicyError(f"alpha_low={self.alpha_low} is above alpha_high={self.alpha_high}: a token would be dropped before it is demoted")
+            raise PolicyError(
+                f"alpha_low={self.alpha_low} is above alpha_high={self.alpha_high}: "
+                "a token would be dropped before it is demoted"
+            )
 
     def tiers(self, dense: str) -> tuple[Tier, ...]:
         return (Tier(TierFormat.parse(self.high)), Tier(TierFormat.parse(self.low)))
 
     def rows(self, length: int) -> tuple[Tensor, Tensor]:
-        return observation_rows(length, self.observe) if self.importance == "window" else sampled_rows(length, self.sample)
+        return (
+            observation_rows(length, self.observe) if self.importance == "window" else sampled_rows(length, self.sample)
+        )
 
     def classify(self, prompt: PromptView) -> Tensor:
         heads = prompt.score.shape[0]
@@ -106,3 +119,9 @@ class DiffKV(Policy):
         alpha = [expand(getattr(self, name), name, num_layers, num_kv_heads) for name in ("alpha_high", "alpha_low")]
         stacked = torch.stack(alpha, -1)
         return DecodeRule(stacked, torch.full(stacked.shape, UNLIMITED), self.interval, self.catch_up)
+
+
+def _column(setting: Setting) -> Tensor:
+    """A threshold as fp64, one a layer as a column, so that it lines up with one a layer and head."""
+    value = torch.as_tensor(setting, dtype=torch.float64)
+    return value[:, None] if value.ndim == 1 else value

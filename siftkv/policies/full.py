@@ -16,7 +16,8 @@ from siftkv.policies.base import UNLIMITED, DecodeRule, Policy, PromptView, chec
 class Full(Policy):
     """Keep everything, exactly.
 
-    window: recent tokens that stand in the ring before they move to 16-bit pages; it changes where they are, not what they are.
+    window: recent tokens that stand in the ring before they move to 16-bit pages; it changes where they are, not what
+        they are.
     """
 
     name: ClassVar[str] = "full"

@@ -10,9 +10,11 @@ TAIL = 256
 
 
 def sampled_rows(length: int, sample: int = 8, tail: int = TAIL) -> tuple[Tensor, Tensor]:
-    """A fixed, position-hashed 1-in-`sample` choice of all query rows, plus all of the last `tail`: rows int64 and weights fp32 `[M]`.
+    """A fixed, position-hashed 1-in-`sample` choice of all query rows, plus all of the last `tail`: rows int64 and
+    weights fp32 `[M]`.
 
-    A sampled row stands for `sample` rows. `sample=1` is the exact mean over all later queries. The choice depends on positions only, so that
+    A sampled row stands for `sample` rows. `sample=1` is the exact mean over all later queries. The choice depends on
+    positions only, so that
     a prompt gets the same scores alone, in a batch and in chunks.
     """
     position = torch.arange(length)

@@ -1,4 +1,6 @@
-"""Every kernel in plain PyTorch: runs anywhere, vectorised over requests, layers and heads, and is what the fast bodies are tested against."""
+"""Every kernel in plain PyTorch: runs anywhere, vectorised over requests, layers and heads, and is what the fast bodies
+are tested against.
+"""
 
 from siftkv.kernels.reference.attention import decode_attention
 from siftkv.kernels.reference.pages import release

@@ -1,4 +1,6 @@
-"""Decode attention over the window and every tier: the slow, clear body. Everything is gathered, dequantised and masked."""
+"""Decode attention over the window and every tier: the slow, clear body. Everything is gathered, dequantised and
+masked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from siftkv.kernels.state import CacheState, window_row
 
 
 def append_to_window(state: CacheState, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write the new token of each request into its window: k, v `[B, H, D]`, slots `[B]` int64. The token's position is `seen[slot]`."""
+    """Write the new token of each request into its window: k, v `[B, H, D]`, slots `[B]` int64. The token's position is
+    `seen[slot]`.
+    """
     position = state.seen[slots]
     row = window_row(state, position, state.sinks[slots])
     state.window_k[slots, layer, :, row] = k.to(state.window_k.dtype)
@@ -40,7 +44,8 @@ def decode_attention(state: CacheState, layer: int, slots: Tensor, q: Tensor, k:
     """Attention of one new token a request over all that its heads keep, the new token included.
 
     slots: `[B]` int64, distinct. q: `[B, Hq, D]`, k and v: `[B, H, D]`, in the model's dtype, after RoPE.
-    Returns `[B, Hq, D]` in q's dtype. Writes k and v into the window and, for requests at a refresh position, new scores everywhere.
+    Returns `[B, Hq, D]` in q's dtype. Writes k and v into the window and, for requests at a refresh position, new
+    scores everywhere.
     """
     append_to_window(state, layer, slots, k, v)
     batch, heads, dim = k.shape
@@ -62,7 +67,7 @@ def decode_attention(state: CacheState, layer: int, slots: Tensor, q: Tensor, k:
 
 
 def tier_tokens(state: CacheState, layer: int, slots: Tensor, tier: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens of a tier, padded to the longest head: slot in tier int64 `[n]`, page int64 and validity bool `[B, H, n]`."""
+    """Tokens of a tier, padded to the longest head: slot in tier int64 `[n]`, page int64 and valid bool `[B, H, n]`."""
     length = state.lengths[slots, layer, :, tier].long()
     index = torch.arange(int(length.max()) if length.numel() else 0, device=slots.device)
     expanded = index.expand(*length.shape, -1)
@@ -86,7 +91,9 @@ def _tier_logits(state: CacheState, layer: int, slots: Tensor, query: Tensor, ti
     return logits.masked_fill(~keep, -math.inf), v.masked_fill(~valid[..., None], 0.0)
 
 
-def _refresh_scores(state: CacheState, layer: int, slots: Tensor, attention: Tensor, position: Tensor, now: Tensor) -> None:
+def _refresh_scores(
+    state: CacheState, layer: int, slots: Tensor, attention: Tensor, position: Tensor, now: Tensor
+) -> None:
     """`attention` `[B, H, n]`: window rows first, then the tiers, each padded to its longest head."""
     interval = state.refresh[slots]
     due = (interval > 0) & (now % interval.clamp_min(1) == 0)

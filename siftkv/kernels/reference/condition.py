@@ -1,4 +1,5 @@
-"""Key conditioning: `k' = (k - RoPE_p(b_r)) @ rotation` where a key enters a quantised tier, undone exactly in the logits.
+"""Key conditioning: `k' = (k - RoPE_p(b_r)) @ rotation` where a key enters a quantised tier, undone exactly in the
+logits.
 
     q . k = (q @ rotation) . k' + q . RoPE_p(b_r)
 
@@ -23,14 +24,14 @@ def rotated_bias(c: Conditioning, bias: Tensor, position: Tensor) -> Tensor:
 
 
 def condition_keys(c: Conditioning, k: Tensor, bias: Tensor, position: Tensor) -> Tensor:
-    """Conditioned keys fp32 `[..., D]` of plain keys `k` fp32 `[..., D]`; `bias` and `position` broadcast against them."""
+    """Conditioned keys fp32 `[..., D]` of plain keys `k` `[..., D]`; `bias` and `position` broadcast against them."""
     if c.has_bias:
         k = k - rotated_bias(c, bias, position)
     return k @ c.rotation if c.rotates else k
 
 
 def bias_logits(c: Conditioning, q: Tensor, bias: Tensor, position: Tensor) -> Tensor:
-    """`q . RoPE_p(b_r)`: q `[B, H, G, D]`, bias `[H, D]`, position `[B, H, n]` to `[B, H, G, n]` fp32 (not yet scaled)."""
+    """`q . RoPE_p(b_r)`: q `[B, H, G, D]`, bias `[H, D]`, position `[B, H, n]` to fp32 `[B, H, G, n]`, unscaled."""
     half = bias.shape[-1] // 2
     low, high = bias[:, None, :half], bias[:, None, half:]
     a = q[..., :half] * low + q[..., half:] * high

@@ -1,4 +1,5 @@
-"""Page bookkeeping: plan (who needs how many), coordinate (a prefix sum gives disjoint ranges of the free ring), commit (write the tables).
+"""Page bookkeeping: plan (who needs how many), coordinate (a prefix sum gives disjoint ranges of the free ring), commit
+(write the tables).
 
 The ring's counters only grow, so the number of free pages is `returned - taken` and full and empty differ.
 """
@@ -12,7 +13,9 @@ from siftkv.kernels.state import CacheState, table_column
 
 
 def take_pages(state: CacheState, count: Tensor) -> Tensor:
-    """Take `sum(count)` pages: `count` int64 `[n]`; returns their ids int32 in order, `count[0]` ids first. The caller made sure they are there."""
+    """Take `sum(count)` pages: `count` int64 `[n]`; returns their ids int32 in order, `count[0]` ids first. The caller
+    made sure they are there.
+    """
     total = int(count.sum())
     taken = state.counters[0]
     where = (taken + torch.arange(total, device=count.device)) % state.num_pages

@@ -18,11 +18,15 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """Weighted mean attention that each token got from later query rows, maximum over the GQA group of each head's own softmax.
+    """Weighted mean attention that each token got from later query rows, maximum over the GQA group of each head's own
+    softmax.
 
-    q: `[N, Hq, D]`, k: `[N, H, D]`, of one request, after RoPE. rows: `[M]` int64 ascending, the query rows that count; weight: `[M]` fp32, how many
-    queries each stands for. Returns fp32 `[H, N]`: `sum_{r > i} w_r p_r(i) / sum_{r > i} w_r`, 0 for a token that no row follows.
-    With every row at weight 1 this is the paper's mean over all later queries (DiffKV, section 4.2); with the last W rows, an observation window.
+    q: `[N, Hq, D]`, k: `[N, H, D]`, of one request, after RoPE. rows: `[M]` int64 ascending, the query rows that count;
+        weight: `[M]` fp32, how many
+    queries each stands for. Returns fp32 `[H, N]`: `sum_{r > i} w_r p_r(i) / sum_{r > i} w_r`, 0 for a token that no
+    row follows.
+    With every row at weight 1 this is the paper's mean over all later queries (DiffKV, section 4.2); with the last W
+    rows, an observation window.
     """
     tokens, heads, dim = k.shape
     group = q.shape[1] // heads
@@ -44,18 +48,26 @@ def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Ten
     return total / count.clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def write_window(state: CacheState, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, position: Tensor) -> None:
-    """Put tokens into the window: k, v `[n, H, D]`, score fp32 `[H, n]`, position int64 `[n]` (sinks or the most recent ones)."""
+def write_window(
+    state: CacheState, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, position: Tensor
+) -> None:
+    """Put tokens into the window: k, v `[n, H, D]`, score fp32 `[H, n]`, position int64 `[n]` (sinks or the most recent
+    ones).
+    """
     row = window_row(state, position, state.sinks[slot])
     state.window_k[slot, layer][:, row] = k.transpose(0, 1).to(state.window_k.dtype)
     state.window_v[slot, layer][:, row] = v.transpose(0, 1).to(state.window_v.dtype)
     state.window_score[slot, layer][:, row] = score
 
 
-def append_tokens(state: CacheState, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, position: Tensor, tier: Tensor) -> None:
-    """Append tokens to the tiers of one layer, in the order given: k, v `[n, H, D]` plain keys, score fp32 `[H, n]`, position int64 `[n]`.
+def append_tokens(
+    state: CacheState, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, position: Tensor, tier: Tensor
+) -> None:
+    """Append tokens to the tiers of one layer, in the order given: k, v `[n, H, D]` plain keys, score fp32 `[H, n]`,
+    position int64 `[n]`.
 
-    tier: int8 `[H, n]`, the tier of each token for each head, -1 = dropped. Pages are taken for what is kept and for nothing else; the caller made
+    tier: int8 `[H, n]`, the tier of each token for each head, -1 = dropped. Pages are taken for what is kept and for
+        nothing else; the caller made
     sure that they are there.
     """
     c = state.conditioning

@@ -1,7 +1,9 @@
 """Quantise tokens to page records and back: the readable reference, vectorised over any leading dimensions.
 
-Asymmetric min/max quantisation per token and sub-group (DiffKV, section 4.1), after RoPE. Scale and zero-point are stored in fp16 and codes are
-computed against the *stored* values. The zero-point is rounded down and the scale up, so no value is clipped: the error is at most half a stored scale.
+Asymmetric min/max quantisation per token and sub-group (DiffKV, section 4.1), after RoPE. Scale and zero-point are
+stored in fp16 and codes are
+computed against the *stored* values. The zero-point is rounded down and the scale up, so no value is clipped: the error
+is at most half a stored scale.
 """
 
 from __future__ import annotations
@@ -49,9 +51,11 @@ def _codes(x: Tensor, zero: Tensor, scale: Tensor, qmax: int) -> Tensor:
 
 
 def quantise_groups(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and fp16 metadata of `x` `[..., D]` fp32: codes uint8 `[..., D]`, scale and zero fp32 `[..., groups]` (fp16-exact).
+    """Codes and fp16 metadata of `x` `[..., D]` fp32: codes uint8 `[..., D]`, scale and zero fp32 `[..., groups]`
+    (fp16-exact).
 
-    A range wider than fp16 can scale (one-bit codes of +-65504) is centred, so that the error is still half the range at most.
+    A range wider than fp16 can scale (one-bit codes of +-65504) is centred, so that the error is still half the range
+    at most.
     """
     qmax = 2**bits - 1
     grouped = x.unflatten(-1, (groups, -1))
@@ -64,9 +68,11 @@ def quantise_groups(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, 
 
 
 def compact_meta(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
-    """One-byte scale and centre of each group of `x` `[..., D]`: `(scale_byte, centre_byte)`, both uint8 `[..., groups]`.
+    """One-byte scale and centre of each group of `x` `[..., D]`: `(scale_byte, centre_byte)`, both uint8 `[...,
+    groups]`.
 
-    The scale is an unsigned fp8 (5 exponent, 3 mantissa bits: the upper half of an fp16), rounded up. The centre of the range counts in units of
+    The scale is an unsigned fp8 (5 exponent, 3 mantissa bits: the upper half of an fp16), rounded up. The centre of the
+    range counts in units of
     `scale * qmax / 254`, so that every range that contains zero can be named.
     """
     qmax = 2**bits - 1
@@ -88,7 +94,9 @@ def expand_compact(scale_byte: Tensor, centre_byte: Tensor, bits: int) -> tuple[
 
 
 def pack_planes(codes: Tensor, bits: int) -> Tensor:
-    """Planar packing: uint8 codes `[..., D]` to bytes `[..., D * bits / 8]`; plane `i` fills bits `[i*bits, (i+1)*bits)`."""
+    """Planar packing: uint8 codes `[..., D]` to bytes `[..., D * bits / 8]`; plane `i` fills bits `[i*bits,
+    (i+1)*bits)`.
+    """
     planes = codes.unflatten(-1, (8 // bits, -1))
     shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (planes << shift[:, None]).sum(-2, dtype=torch.int32).to(torch.uint8)
@@ -133,7 +141,8 @@ def score_from_bits(bits: Tensor) -> Tensor:
 
 
 def encode(layout: PageLayout, k: Tensor, v: Tensor, score: Tensor, position: Tensor) -> Tensor:
-    """Records of tokens: k, v fp32 `[..., D]`, score fp32 `[...]`, position int64 `[...]` to uint8 `[..., token_bytes]`.
+    """Records of tokens: k, v fp32 `[..., D]`, score fp32 `[...]`, position int64 `[...]` to uint8 `[...,
+    token_bytes]`.
 
     `k` is what the tier stores: plain in a dense tier, conditioned in a quantised one.
     """
@@ -161,9 +170,14 @@ def _apply_meta(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def decode(layout: PageLayout, record: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inverse of `encode`: `(k, v, score, position)`; score and position are zero where the tier does not store them."""
+    """Inverse of `encode`: `(k, v, score, position)`; score and position are zero where a tier stores none."""
     fmt = layout.format
-    sizes = [layout.key_row, 0 if fmt.dense else fmt.key_meta_bytes, layout.value_row, 0 if fmt.dense else fmt.value_meta_bytes]
+    sizes = [
+        layout.key_row,
+        0 if fmt.dense else fmt.key_meta_bytes,
+        layout.value_row,
+        0 if fmt.dense else fmt.value_meta_bytes,
+    ]
     rest = layout.token_bytes - sum(sizes)
     key, key_meta, value, value_meta, state = record.split([*sizes, rest], -1)
     if fmt.dense:
@@ -173,7 +187,8 @@ def decode(layout: PageLayout, record: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         scale, zero = _reinterpret(key_meta, torch.float16).float().unflatten(-1, (-1, 2)).unbind(-1)
         k = _apply_meta(unpack_planes(key, fmt.key_bits), scale, zero)
         if fmt.compact:
-            scale, zero = expand_compact(*value_meta.contiguous().unflatten(-1, (-1, 2)).unbind(-1), fmt.value_bits)
+            scale_byte, centre_byte = value_meta.contiguous().unflatten(-1, (-1, 2)).unbind(-1)
+            scale, zero = expand_compact(scale_byte, centre_byte, fmt.value_bits)
         else:
             scale, zero = _reinterpret(value_meta, torch.float16).float().unflatten(-1, (-1, 2)).unbind(-1)
         v = _apply_meta(unpack_planes(value, fmt.value_bits), scale, zero)

@@ -1,8 +1,12 @@
-"""The policy step of decoding: the token that leaves the window is classed, and what it displaces moves down. All layers and heads at once.
+"""The policy step of decoding: the token that leaves the window is classed, and what it displaces moves down. All
+layers and heads at once.
 
-Tiers are ordered; a tier accepts a token whose score reaches `alpha / N` (N tokens so far) and that has a positive cap. Where a token enters a tier, the
-tier's weakest token is examined: if it scores below the tier's threshold, or the tier would pass its cap, it is overwritten by the newcomer and goes on to the
-next tier, and so on; below the last tier it is gone. So a token goes high -> low -> gone (DiffKV, section 4.3), never straight down unless it scores so.
+Tiers are ordered; a tier accepts a token whose score reaches `alpha / N` (N tokens so far) and that has a positive cap.
+Where a token enters a tier, the
+tier's weakest token is examined: if it scores below the tier's threshold, or the tier would pass its cap, it is
+overwritten by the newcomer and goes on to the
+next tier, and so on; below the last tier it is gone. So a token goes high -> low -> gone (DiffKV, section 4.3), never
+straight down unless it scores so.
 
 Plan (scores only), coordinate (prefix sum over the pages that appends need), commit (move the records).
 """
@@ -23,7 +27,8 @@ from siftkv.kernels.state import CacheState, table_column, window_row
 
 @dataclass
 class TierPlan:
-    """What happens in one tier, bool and int64 `[B, L, H]`: at most one of append, overwrite and remove is true for a head slot.
+    """What happens in one tier, bool and int64 `[B, L, H]`: at most one of append, overwrite and remove is true for a
+    head slot.
 
     victim: slot in tier that is overwritten or removed.
     """
@@ -35,9 +40,11 @@ class TierPlan:
 
 
 def sift_step(state: CacheState, slots: Tensor, advance: bool = True) -> Tensor:
-    """Advance every request in `slots` (int64 `[B]`, distinct) by the token that was just attended to, and sift the token that leaves its window.
+    """Advance every request in `slots` (int64 `[B]`, distinct) by the token that was just attended to, and sift the
+    token that leaves its window.
 
-    advance=False sifts without a new token, for a request that fell behind. Returns bool `[B]`: false where the free pages did not suffice; that
+    advance=False sifts without a new token, for a request that fell behind. Returns bool `[B]`: false where the free
+    pages did not suffice; that
     request's token stays in the slack of its window, and nothing of what it keeps changed.
     """
     state.seen[slots] += int(advance)
@@ -50,7 +57,9 @@ def sift_step(state: CacheState, slots: Tensor, advance: bool = True) -> Tensor:
     for _ in range(int(state.catch_up[slots].max()) if len(slots) else 0):
         more = done & (state.catch_up[slots] > 0)
         nothing = torch.zeros_like(active)
-        _cascade(state, slots[more], seen[more], nothing[more], score[more], start[more], k[more], v[more], examine=True)
+        _cascade(
+            state, slots[more], seen[more], nothing[more], score[more], start[more], k[more], v[more], examine=True
+        )
     return done
 
 
@@ -61,7 +70,9 @@ def _leaving_token(state: CacheState, slots: Tensor, position: Tensor) -> tuple[
 
 
 def _weakest(state: CacheState, slots: Tensor, tier: int) -> tuple[Tensor, Tensor]:
-    """Lowest score of each head's tier and its slot in tier (the first of equals): fp32 (inf where empty) and int64 `[B, L, H]`."""
+    """Lowest score of each head's tier and its slot in tier (the first of equals): fp32 (inf where empty) and int64
+    `[B, L, H]`.
+    """
     length = state.lengths[slots][..., tier].long()
     longest = int(length.max()) if length.numel() else 0
     if not longest or not state.layouts[tier].tier.scores:
@@ -119,7 +130,9 @@ def _cascade(
 
 
 def _coordinate(state: CacheState, slots: Tensor, plans: list[TierPlan]) -> Tensor:
-    """Take the pages that appends need, requests in order while they last; write them into the tables. Returns bool `[B]`: served."""
+    """Take the pages that appends need, requests in order while they last; write them into the tables. Returns bool
+    `[B]`: served.
+    """
     length = state.lengths[slots].long()
     tokens = torch.tensor([layout.tokens for layout in state.layouts], device=length.device)
     need = torch.stack([p.append for p in plans], -1) & (length % tokens == 0)

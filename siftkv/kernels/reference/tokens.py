@@ -10,7 +10,9 @@ from siftkv.kernels.state import CacheState, table_column
 
 
 def page_of(state: CacheState, table: Tensor, tier: int, slot_in_tier: Tensor) -> Tensor:
-    """Page ids (int64) of tokens: `table` `[..., ceil(T/2), width]`, `slot_in_tier` `[..., n]` int64, -1 where no page stands."""
+    """Page ids (int64) of tokens: `table` `[..., ceil(T/2), width]`, `slot_in_tier` `[..., n]` int64, -1 where no page
+    stands.
+    """
     column = table_column(state.width, tier, slot_in_tier // state.layouts[tier].tokens)
     return table[..., tier // 2, :].gather(-1, column.clamp(0, state.width - 1)).long()
 
@@ -33,7 +35,7 @@ def write_records(state: CacheState, tier: int, page: Tensor, slot_in_tier: Tens
 
 
 def state_addresses(state: CacheState, tier: int, page: Tensor, slot_in_tier: Tensor) -> tuple[Tensor, Tensor]:
-    """Where scores (in 2-byte units) and positions (in 4-byte units) of tokens stand in the flat pool, int64 `[...]`."""
+    """Where scores (2-byte units) and positions (4-byte units) of tokens stand in the flat pool, int64 `[...]`."""
     layout = state.layouts[tier]
     start = page.clamp_min(0) * layout.page_bytes
     token = slot_in_tier % layout.tokens
