@@ -115,6 +115,10 @@ class Tier:
     scores: bool = True
     positions: bool = True
 
+    def __post_init__(self) -> None:
+        if self.scores and not self.positions:
+            raise FormatError(f"tier {self.name}: a mean score cannot be updated without its token's position")
+
     @property
     def name(self) -> str:
         return self.format.name

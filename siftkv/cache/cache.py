@@ -81,7 +81,7 @@ class KVCache:
             OutOfPages before anything is taken
         when the pool cannot hold the layer, NumericsError when a key or value is NaN or infinite.
         """
-        if not bool(torch.isfinite(k).all() & torch.isfinite(v).all()):
+        if not (_all_finite(k) and _all_finite(v)):
             raise NumericsError(f"NaN or infinity in the keys or values of layer {layer} of the prompt")
         protected = self.protected(slot, len(k))
         position = torch.arange(len(k), device=k.device)
@@ -183,9 +183,14 @@ class KVCache:
         check_integrity(self.state)
 
 
+def _all_finite(x: Tensor) -> bool:
+    """NaN and infinity both show in the extremes, which are much cheaper than a test of every element."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
 def _empty_state(spec: CacheSpec, conditioning: Conditioning) -> CacheState:
     device = conditioning.cos.device
-    slots, layers, heads, tiers = spec.max_slots, spec.num_layers, spec.num_kv_heads, len(spec.tiers)
+    slots, layers, heads, tiers = spec.all_slots, spec.num_layers, spec.num_kv_heads, len(spec.tiers)
     rows = spec.sink_rows + spec.ring_rows
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,8 @@ class CacheSpec:
     num_layers, num_kv_heads, head_dim: of this rank's part of the model. dtype: of the window and the dense tier.
     tiers: at most four, most precise first. page_bytes: 0 = chosen for the tiers. num_pages: of the pool. max_slots:
         requests resident at a time.
-    max_len: longest context in tokens. max_window, sink_rows: room in the window for each request.
+    padding_slots: slots beyond those, for the empty rows of a captured batch. max_len: longest context in tokens.
+        max_window, sink_rows: room in the window for each request.
     """
 
     num_layers: int
@@ -38,6 +39,7 @@ class CacheSpec:
     max_window: int = 64
     sink_rows: int = 4
     page_bytes: int = 0
+    padding_slots: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.tiers) <= MAX_TIERS:
@@ -48,6 +50,11 @@ class CacheSpec:
     @cached_property
     def layouts(self) -> tuple[PageLayout, ...]:
         return tuple(PageLayout(tier, self.head_dim, self.page_bytes) for tier in self.tiers)
+
+    @property
+    def all_slots(self) -> int:
+        """Slots that tables and windows are made for."""
+        return self.max_slots + self.padding_slots
 
     @property
     def ring_rows(self) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siftkv.attention import DecodeAttention, PrefillAttention, PromptChunk
+from siftkv.attention import PrefillAttention, PromptChunk
 from siftkv.attention.prefill import Sifter
 from siftkv.cache import KVCache
+from siftkv.engine.graphs import DecodeGraphs, decode_step
 from siftkv.errors import SiftKVError
 from siftkv.models import Decoder
 
@@ -15,9 +16,10 @@ from siftkv.models import Decoder
 class Runner:
     """Runs a decoder over a cache. Knows slots and token ids; requests, policies and sampling are others' business."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.graphs = graphs
 
     @torch.inference_mode()
     def prefill(
@@ -49,9 +51,8 @@ class Runner:
         The caller made sure that the pages of the step are free (`KVCache.step_page_bound`).
         """
         device = self.decoder.device
-        slot = torch.tensor(slots, device=device)
-        positions = self.cache.state.seen[slot]
-        hidden = self.decoder(torch.tensor(token_ids, device=device), positions, DecodeAttention(self.cache, slot))
-        finite = self.cache.finite(slot)
-        self.cache.step(slot)
-        return self.decoder.logits(hidden), finite
+        if self.graphs is not None:
+            return self.graphs.run(torch.tensor(token_ids), torch.tensor(slots))
+        return decode_step(
+            self.decoder, self.cache, torch.tensor(token_ids, device=device), torch.tensor(slots, device=device)
+        )

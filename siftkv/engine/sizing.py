@@ -32,6 +32,7 @@ class PoolRequest:
     max_window: int | None
     sink_rows: int | None
     positions: bool
+    padding_slots: int = 0
 
 
 def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, conditioning: Conditioning) -> CacheSpec:
@@ -51,6 +52,7 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
         max_slots=_positive(asked.max_num_seqs, "max_num_seqs"),
         max_len=_context(config, asked.max_model_len),
         max_window=max(MIN_WINDOW, asked.policy.window) if asked.max_window is None else asked.max_window,
+        padding_slots=asked.padding_slots,
         sink_rows=max(MIN_SINKS, asked.policy.sinks) if asked.sink_rows is None else asked.sink_rows,
     )
     fixed = planned_bytes(replace(spec, num_pages=0), conditioning)
@@ -79,7 +81,7 @@ def planned_bytes(spec: CacheSpec, conditioning: Conditioning) -> int:
     shared = 2 * 8 + sum(
         t.numel() * t.element_size() for t in vars(conditioning).values() if isinstance(t, torch.Tensor)
     )
-    return spec.max_slots * a_slot + spec.num_pages * (spec.page_bytes + 4) + shared
+    return spec.all_slots * a_slot + spec.num_pages * (spec.page_bytes + 4) + shared
 
 
 def _declared(fmt: TierFormat) -> Tier:

@@ -62,8 +62,8 @@ class Decoder(torch.nn.Module):
         cos, sin = self.rotary.gather(positions, lengths)
         x = F.embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
-            q, k, v = layer.project(x, cos, sin)
-            x = x + layer.output(attend(index, q, k, v))
+            # Unnamed, so that this layer's keys and values are gone before the next layer's exist.
+            x = x + layer.output(attend(index, *layer.project(x, cos, sin)))
             x = x + layer.mlp(x)
         return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
 

@@ -96,6 +96,12 @@ class DecoderLayer:
         return F.linear(gated, self.down, self.down_bias)
 
 
+_FUSED_NORM_ROWS = 64
+"""Above this PyTorch's fused norm, which widens all of x, costs a CPU three times what a reduction and two in-place
+passes do.
+"""
+
+
 def empty_weight(*shape: int, dtype: torch.dtype, device: str | torch.device) -> Parameter:
     """An uninitialised weight without gradient."""
     return Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -108,4 +114,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if x.dtype is torch.float32:
         return torch.rms_norm(x, weight.shape, weight, eps)
-    return torch.rms_norm(x, weight.shape, None, eps) * weight
+    if x.shape[0] <= _FUSED_NORM_ROWS:
+        return torch.rms_norm(x, weight.shape, None, eps) * weight
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    inverse = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x, inverse, out=torch.empty_like(x)).mul_(weight)

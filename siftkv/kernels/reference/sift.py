@@ -54,8 +54,8 @@ def sift_step(state: CacheState, slots: Tensor, advance: bool = True) -> Tensor:
     active = leaves[:, None, None].expand(score.shape)
     done = _cascade(state, slots, seen, active, score, start, k, v, examine=False)
     state.window_start[slots] += (leaves & done).long()
-    for _ in range(int(state.catch_up[slots].max()) if len(slots) else 0):
-        more = done & (state.catch_up[slots] > 0)
+    for turn in range(int(state.catch_up[slots].max()) if len(slots) else 0):
+        more = done & (state.catch_up[slots] > turn)
         nothing = torch.zeros_like(active)
         _cascade(
             state, slots[more], seen[more], nothing[more], score[more], start[more], k[more], v[more], examine=True

@@ -1,0 +1,1 @@
+"""Measurements, and the files in which their results are kept."""

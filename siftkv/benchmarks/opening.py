@@ -1,0 +1,32 @@
+"""Engines with just enough cache for what a benchmark runs, so that nothing waits for pages."""
+
+from __future__ import annotations
+
+from siftkv.engine.llm import LLM
+from siftkv.engine.sizing import DEFAULT_MEMORY
+from siftkv.models import LoadedModel
+from siftkv.policies import Policy
+
+_ROOM = 2
+"""Times the bytes of the tokens alone: part pages of each head, windows and tables come on top."""
+
+
+def open_for(
+    model: LoadedModel, policy: Policy, tokens: int, requests: int, formats: tuple[str, ...] = (), kernels: str = "auto"
+) -> LLM:
+    """An LLM for `requests` requests of at most `tokens` tokens at a time, whatever their policy keeps.
+
+    formats, kernels: as in `LLM`. Raises what `LLM` raises.
+    """
+    config = model.config
+    per_token = config.num_layers * config.num_kv_heads * config.head_dim * 2 * model.decoder.dtype.itemsize
+    needed = _ROOM * requests * tokens * per_token
+    return LLM(
+        model,
+        policy,
+        formats=formats,
+        max_model_len=tokens,
+        max_num_seqs=requests,
+        kv_cache_memory_bytes=needed if needed > DEFAULT_MEMORY else None,
+        kernels=kernels,
+    )

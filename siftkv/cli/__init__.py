@@ -1,0 +1,39 @@
+"""The command line: `siftkv generate`, `chat`, `models`, `formats`, `demo` and `bench`.
+
+Nothing here imports torch before a command runs, so that help answers at once and the environment can still be set.
+"""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from siftkv.cli import bench, chat, demo, formats, generate, models
+from siftkv.cli.group import Interrupts, SiftGroup
+
+app = typer.Typer(
+    cls=SiftGroup,
+    name="siftkv",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run language models whose KV cache is sifted: every head keeps its own tokens, each as precise as need be.",
+    epilog="Start with: siftkv demo. Every command has examples in its own --help.",
+)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(demo.demo)
+app.command()(formats.formats)
+app.add_typer(models.app, name="models")
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Entry point of the `siftkv` script. Exit codes: 0, 2 for anything the user can mend, 130 for Ctrl-C."""
+    # OpenMP threads that spin between parallel regions starve each other on small machines. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    Interrupts.watch()
+    app()

@@ -1,0 +1,12 @@
+"""Every kernel compiled for the CPU, on NumPy views of the cache's tensors; tested against the reference bodies.
+
+What is no hot loop (`release`, `write_window`) is the reference body itself.
+"""
+
+from siftkv.kernels.numba.append import append_tokens
+from siftkv.kernels.numba.attention import decode_attention
+from siftkv.kernels.numba.prompt import prompt_importance
+from siftkv.kernels.numba.sift import sift_step
+from siftkv.kernels.reference import release, write_window
+
+__all__ = ["append_tokens", "decode_attention", "prompt_importance", "release", "sift_step", "write_window"]

@@ -1,0 +1,211 @@
+"""The compiled CPU kernels against the reference: to the bit where they store, within fp32 rounding where they
+attend.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from siftkv.kernels import numba as fast
+from siftkv.kernels import reference
+from siftkv.kernels.reference.attention import append_to_window, window_positions
+from siftkv.kernels.state import CacheState
+from tests.kernel_helpers import assert_same, fill, make_state, random_tiers, tier_scores, twin
+
+TIERS = {
+    ("bf16",): (0.9,),
+    ("k8v4", "k4v2"): (0.3, 0.5),
+    ("k8v4", "k4v4", "k4v2"): (0.2, 0.3, 0.4),
+    ("k8v4c", "k4v2c"): (0.4, 0.4),
+    ("bf16", "k8v4", "k4v2"): (0.2, 0.3, 0.3),
+    ("fp16", "fp32", "k8v8_g88c"): (0.2, 0.3, 0.4),
+    ("k8v4c", "k4v2_g24", "k1v1", "k2v8_g82c"): (0.2, 0.3, 0.2, 0.2),
+}
+SHAPES = {16: (1, torch.float32), 64: (3, torch.bfloat16), 80: (7, torch.float16), 128: (4, torch.bfloat16)}
+"""head_dim to query heads a kv head and the model's dtype."""
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["serial", "threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    held = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(held)
+
+
+def pair(
+    tiers: tuple[str, ...], lengths: tuple[int, ...] = (301, 4, 37), **options: Any
+) -> tuple[CacheState, CacheState]:
+    """Two equal states whose slots hold prompts of `lengths` tokens."""
+    state = make_state(tiers, slots=len(lengths), **options)
+    for slot, length in enumerate(lengths):
+        fill(state, slot, length, slot, TIERS[tiers])
+    return state, twin(state)
+
+
+def attend(slow: CacheState, quick: CacheState, group: int) -> None:
+    """Compare a decode step of every layer; slots are given in an order that is not the stored one."""
+    _, layers, heads, _, dim = slow.window_k.shape
+    g = torch.Generator().manual_seed(5)
+    slots = torch.arange(slow.seen.shape[0]).flip(0)
+    for layer in range(layers):
+        q = torch.randn(len(slots), heads * group, dim, generator=g) * 2
+        k, v = (torch.randn(len(slots), heads, dim, generator=g).to(slow.window_k.dtype) for _ in range(2))
+        expected = reference.decode_attention(slow, layer, slots, q, k, v)
+        torch.testing.assert_close(fast.decode_attention(quick, layer, slots, q, k, v), expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("dim", SHAPES)
+def test_decode_attention_agrees(tiers: tuple[str, ...], dim: int) -> None:
+    group, dtype = SHAPES[dim]
+    slow, quick = pair(tiers, dim=dim, dtype=dtype, rank=dim // 32)
+    attend(slow, quick, group)
+    assert_same(slow, quick)
+
+
+@pytest.mark.parametrize("length", [*range(33, 52), 73, 105, 113])
+def test_every_page_remainder(length: int) -> None:
+    slow, quick = pair(("k8v4", "k4v2"), (length,), refresh=0)
+    attend(slow, quick, 3)
+
+
+def test_long_contexts_are_split_and_merged() -> None:
+    slow, quick = pair(("k8v4", "k4v2"), (3500, 40), pages=1200, width=120)
+    attend(slow, quick, 3)
+
+
+def test_tiers_without_state_and_without_conditioning() -> None:
+    slow, quick = pair(("k8v4", "k4v2"), state_in_pages=False, rotates=False, refresh=0)
+    attend(slow, quick, 2)
+
+
+@pytest.mark.parametrize(
+    "tiers", [("k8v4", "k4v2"), ("bf16",), ("k8v4c", "k4v2_g24", "k1v1", "k2v8_g82c")], ids="-".join
+)
+def test_scores_are_refreshed_where_due(tiers: tuple[str, ...]) -> None:
+    slow, quick = pair(tiers, (301, 4, 240), refresh=4, rank=2)
+    before = twin(slow)
+    attend(slow, quick, 3)
+    slots = torch.arange(3)
+    _, valid = window_positions(slow, slots, slow.seen)
+    valid = valid[:, None, None].expand_as(slow.window_score)
+    torch.testing.assert_close(quick.window_score[valid], slow.window_score[valid], rtol=1e-4, atol=1e-8)
+    assert (tier_scores(slow) - tier_scores(quick)).abs().max() <= 1
+    assert not torch.equal(tier_scores(quick), tier_scores(before))
+    sinks = quick.window_score[..., :4] == before.window_score[..., :4]
+    assert sinks[0].all()
+    assert not sinks[2].any()
+
+
+def test_results_do_not_depend_on_the_batch() -> None:
+    _, quick = pair(("k8v4", "k4v2"), (1500, 700, 37), pages=1200, width=120)
+    alone, group, dim = twin(quick), 3, 64
+    q = torch.randn(3, 3 * group, dim)
+    k, v = torch.randn(3, 3, dim), torch.randn(3, 3, dim)
+    together = fast.decode_attention(quick, 0, torch.arange(3), q, k, v)
+    for slot in range(3):
+        one = fast.decode_attention(
+            alone, 0, torch.tensor([slot]), q[slot : slot + 1], k[slot : slot + 1], v[slot : slot + 1]
+        )
+        assert torch.equal(one[0], together[slot])
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("scale", [1.0, 1e5, 1e-5])
+def test_append_tokens_is_the_same_to_the_bit(tiers: tuple[str, ...], scale: float) -> None:
+    slow = make_state(tiers, dim=24 if len(tiers) == 3 else 64, rank=2, dtype=torch.float32)
+    quick, g = twin(slow), torch.Generator().manual_seed(3)
+    for turn, count in enumerate((0, 1, 143)):
+        k, v = (torch.randn(count, 3, slow.window_k.shape[-1], generator=g) * scale for _ in range(2))
+        v[count // 2 :] *= 1e-3
+        k[: count // 4] = 0.5
+        score, position = torch.rand(3, count, generator=g) ** 6 * 1.1, torch.arange(count) + 7 * turn
+        tier = random_tiers(3, count, TIERS[tiers], g)
+        for body, state in ((reference, slow), (fast, quick)):
+            body.append_tokens(state, 1, turn, k, v, score, position, tier)
+            body.append_tokens(state, 0, turn, k, v, score, position, tier)
+    assert_same(slow, quick)
+
+
+def sift(slow: CacheState, quick: CacheState, seed: int, steps: int) -> int:
+    """Random steps on both; returns how often a request was not served."""
+    order, refused = random.Random(seed), 0
+    _, layers, heads, _, dim = slow.window_k.shape
+    for step in range(steps):
+        slots = torch.tensor(order.sample(range(3), order.choice([1, 2, 3, 3])))
+        for state in (slow, quick):
+            g = torch.Generator().manual_seed(100 * seed + step)
+            for layer in range(layers):
+                k, v = (torch.randn(len(slots), heads, dim, generator=g) for _ in range(2))
+                append_to_window(state, layer, slots, k, v)
+            state.window_score.copy_(torch.rand(state.window_score.shape, generator=g) ** 3 * 0.03)
+        advance = step % 4 != 3
+        served = reference.sift_step(slow, slots, advance)
+        assert torch.equal(fast.sift_step(quick, slots, advance), served)
+        refused += int((~served).sum())
+        assert_same(slow, quick)
+    return refused
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sift_steps_are_the_same_to_the_bit(tiers: tuple[str, ...], seed: int) -> None:
+    dim, (_, dtype) = [(80, SHAPES[80]), (64, SHAPES[64])][seed]
+    slow, _ = pair(tiers, (120, 90, 37), dim=dim, dtype=dtype, rank=2 * seed, seed=seed)
+    g = torch.Generator().manual_seed(seed)
+    slow.alpha = torch.rand(slow.alpha.shape, generator=g) * 2
+    slow.cap = torch.randint(0, 60, slow.cap.shape, generator=g).to(torch.int32)
+    slow.catch_up = torch.tensor([0, 2, 1])
+    lengths = slow.lengths.clone()
+    sift(slow, twin(slow), seed, 10)
+    assert not torch.equal(lengths, slow.lengths)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sift_steps_agree_when_pages_run_out(seed: int) -> None:
+    tiers = ("k8v4", "k4v4", "k4v2")
+    held = int(pair(tiers, (120, 90, 37))[0].counters[0])
+    slow, _ = pair(tiers, (120, 90, 37), pages=held + 4, seed=seed, ring=64)
+    g = torch.Generator().manual_seed(seed)
+    slow.alpha = torch.rand(slow.alpha.shape, generator=g)
+    slow.catch_up = torch.tensor([1, 0, 2])
+    assert sift(slow, twin(slow), seed, 30) > 0
+
+
+def test_the_rest_is_the_same() -> None:
+    slow, quick = pair(("k8v4", "k4v2"))
+    for body, state in ((reference, slow), (fast, quick)):
+        body.release(state, torch.tensor([0, 2]))
+        g = torch.Generator().manual_seed(1)
+        k, v = (torch.randn(30, 3, 64, generator=g).bfloat16() for _ in range(2))
+        body.write_window(state, 1, 0, k, v, torch.rand(3, 30, generator=g), torch.arange(30))
+    assert_same(slow, quick)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "group", "dim", "dtype"),
+    [
+        (1, 3, 3, 64, torch.bfloat16),
+        (50, 3, 1, 16, torch.float32),
+        (333, 2, 3, 64, torch.bfloat16),
+        (700, 1, 7, 80, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 7])
+def test_prompt_importance_agrees(
+    tokens: int, heads: int, group: int, dim: int, dtype: torch.dtype, every: int
+) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    q, k = ((torch.randn(tokens, n, dim, generator=g) * 1.5).to(dtype) for n in (heads * group, heads))
+    rows = torch.arange(tokens - 1, -1, -every).flip(0)
+    weight = torch.rand(len(rows), generator=g) * 5 + 0.1
+    expected = reference.prompt_importance(q, k, rows, weight)
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    torch.testing.assert_close(fast.prompt_importance(q, k, rows, weight), expected, rtol=2e-5, atol=1e-8)
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision
