@@ -1,10 +1,10 @@
 """SiftKV: LLM serving with a sifted KV cache.
 
-    from siftkv import LLM, SamplingParams, DiffKV
+from siftkv import LLM, SamplingParams, DiffKV
 
-    llm = LLM("smollm2-135m", kv=DiffKV(alpha_high=1.0, alpha_low=0.02))
-    out = llm.generate(["..."], SamplingParams(max_tokens=256))
-    out[0].text, out[0].kv.physical_bytes, out[0].kv.ratio
+llm = LLM("smollm2-135m", kv=DiffKV(alpha_high=1.0, alpha_low=0.02))
+out = llm.generate(["..."], SamplingParams(max_tokens=256))
+out[0].text, out[0].kv.physical_bytes, out[0].kv.ratio
 """
 
 from importlib import import_module

@@ -50,7 +50,7 @@ def test_strings() -> None:
 @pytest.mark.parametrize(
     ("kv", "match"),
     [
-        ("", "full, uniform, diffkv"),
+        ("", "full, uniform, diffkv, fixed"),
         ("h2o2", "full, uniform, diffkv"),
         ("diffkv:foo=1", "alpha_high"),
         ("diffkv:window=1.5", "whole number"),
@@ -78,6 +78,21 @@ def test_bad_format_and_type() -> None:
         parse_policy("uniform:k9v9")
     with pytest.raises(PolicyError, match="string"):
         parse_policy(3)  # type: ignore[arg-type]
+
+
+def test_fixed_shares_by_rank() -> None:
+    score = torch.rand(2, 200)
+    protected = torch.zeros(200, dtype=torch.bool)
+    protected[-64:] = True
+    policy = parse_policy("fixed:high_share=0.1,low_share=0.3")
+    tier = policy.classify(PromptView(0, score, protected, torch.zeros(200, 2, 8)))
+    for head in range(2):
+        order = score[head, :-64].argsort(descending=True)
+        assert set(tier[head, order[:20]].tolist()) == {0}
+        assert set(tier[head, order[20:80]].tolist()) == {1}
+        assert set(tier[head, order[80:]].tolist()) == {DROPPED}
+    with pytest.raises(PolicyError, match="add up"):
+        parse_policy("fixed:high_share=0.6,low_share=0.6")
 
 
 def test_prompt_classes_are_against_alpha_over_position() -> None:

@@ -129,7 +129,7 @@ def random_prompt(
         score = torch.zeros(spec.num_kv_heads, length) if rows is None else cache.kernels.prompt_importance(q, k, *rows)
         cache.store_prompt(layer, slot, k, v, score, policy.classify(layer, score, cache.protected(slot, length), v))
         stored.append((k, v))
-    cache.begin_decode(slot, length)
+    assert cache.finish_prompt(slot, length) is None
     return stored
 
 

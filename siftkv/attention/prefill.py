@@ -36,10 +36,7 @@ class PromptChunk:
     length: int
     sifter: Sifter
     failure: OutOfPages | NumericsError | None = None
-    rows: tuple[Tensor, Tensor] | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rows = self.sifter.rows(self.length)
+    rows: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
 
 class PrefillAttention:
@@ -51,39 +48,49 @@ class PrefillAttention:
     def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache
         self.chunks = chunks
+        device = cache.state.pages.device
+        for chunk in chunks:
+            rows = chunk.sifter.rows(chunk.length)
+            chunk.rows = None if rows is None else (rows[0].to(device), rows[1].to(device))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
         for chunk in self.chunks:
             part = slice(chunk.start, chunk.start + chunk.length)
-            out[part] = causal_attention(q[part], k[part], v[part])
+            out[part], lse = causal_attention(q[part], k[part], v[part])
             if chunk.failure is None:
                 try:
-                    self._keep(layer, chunk, q[part], k[part], v[part])
+                    self._keep(layer, chunk, q[part], k[part], v[part], lse)
                 except (OutOfPages, NumericsError) as failure:
                     chunk.failure = failure
         return out
 
-    def _keep(self, layer: int, chunk: PromptChunk, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _keep(self, layer: int, chunk: PromptChunk, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> None:
         if chunk.rows is None:
             score = torch.zeros(k.shape[1], chunk.length, device=k.device)
         else:
-            rows, weight = (x.to(k.device) for x in chunk.rows)
-            score = self.cache.kernels.prompt_importance(q, k, rows, weight)
+            rows, weight = chunk.rows
+            score = self.cache.kernels.prompt_importance(q, k, rows, weight, lse)
         protected = self.cache.protected(chunk.slot, chunk.length)
         tier = chunk.sifter.classify(layer, score, protected, v)
         self.cache.store_prompt(layer, chunk.slot, k, v, score, tier)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Exact causal attention of one prompt: q `[N, Hq, D]`, k, v `[N, H, D]` to `[N, Hq, D]`, through PyTorch's fused
-    kernel.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Exact causal attention of one prompt, through a library kernel: q `[N, Hq, D]`, k, v `[N, H, D]` to `[N, Hq, D]`.
+
+    The second result is each query's natural log-sum-exp, fp32 `[Hq, N]`, where the library gives it (cuDNN).
     """
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k.transpose(0, 1)[None],
-        v.transpose(0, 1)[None],
-        is_causal=True,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[0].transpose(0, 1)
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if _gives_lse(q):
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True)
+        return found[0][0].transpose(0, 1), found[1].view(q.shape[1], len(q))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1), None
+
+
+def _gives_lse(q: Tensor) -> bool:
+    """cuDNN's fused attention with grouped queries: 16-bit types, Hopper and later, head_dim up to 128."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 128:
+        return False
+    return torch.cuda.get_device_capability(q.device)[0] >= 9 and torch.backends.cudnn.is_available()

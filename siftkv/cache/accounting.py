@@ -22,6 +22,7 @@ _PER_SLOT = (
     "catch_up",
     "alpha",
     "cap",
+    "not_finite",
 )
 
 

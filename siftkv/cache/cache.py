@@ -13,7 +13,7 @@ from siftkv.cache.accounting import CacheUsage, request_bytes, usage
 from siftkv.cache.integrity import check_integrity
 from siftkv.cache.spec import CacheSpec
 from siftkv.cache.swap import SwappedRequest, swap_in, swap_out
-from siftkv.errors import NumericsError, OutOfPages, RequestError
+from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
 from siftkv.kernels import Kernels
 from siftkv.kernels.reference.pages import pages_needed
 from siftkv.kernels.state import CacheState, Conditioning
@@ -37,9 +37,9 @@ class SlotRule:
 class KVCache:
     """A sifted KV cache for up to `spec.max_slots` requests.
 
-    A request's life: `admit`, then for each layer of its prompt `store_prompt`, then `begin_decode`; for each new token
-    `attend` in every layer and one `step`;
-    at the end `release`. `state` is open to kernels and tests; nobody else writes to it.
+    A request's life: `admit`, then for each layer of its prompt `store_prompt`, then `finish_prompt`; for each new
+    token `attend` in every layer and one `step`; at the end `release`. `state` is open to kernels and tests;
+    nobody else writes to it.
     """
 
     def __init__(self, spec: CacheSpec, conditioning: Conditioning, kernels: Kernels) -> None:
@@ -47,6 +47,7 @@ class KVCache:
         self.kernels = kernels
         self.state = _empty_state(spec, conditioning)
         self._free_slots = list(range(spec.max_slots))
+        self._protection: dict[int, tuple[int, int]] = {}
 
     def admit(self, rule: SlotRule) -> int:
         """Take a slot for a request that lives by `rule`. Raises RequestError when the rule does not fit the cache,
@@ -60,6 +61,10 @@ class KVCache:
             raise RequestError(
                 f"sinks={rule.sinks} is above this cache's {self.spec.sink_rows}: open it with more sink_rows"
             )
+        if rule.catch_up not in (0, 1):
+            raise RequestError(
+                f"catch_up={rule.catch_up}: a step examines at most one stale token a head slot, use 0 or 1"
+            )
         if not self._free_slots:
             raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
         slot = self._free_slots.pop(0)
@@ -67,41 +72,71 @@ class KVCache:
         state.window[slot], state.sinks[slot] = rule.window, rule.sinks
         state.refresh[slot], state.catch_up[slot] = rule.refresh, rule.catch_up
         state.alpha[slot], state.cap[slot] = rule.alpha.to(state.alpha), rule.cap.to(state.cap)
+        self._protection[slot] = (rule.window, rule.sinks)
+        self.state.not_finite[slot] = False
         return slot
 
     def protected(self, slot: int, length: int) -> Tensor:
         """Which tokens (bool `[length]`) of a prompt stay in the window: the sinks and the most recent ones."""
-        position = torch.arange(length, device=self.state.pages.device)
-        return (position < self.state.sinks[slot]) | (position >= length - self.state.window[slot])
+        middle = self._middle(slot, length)
+        out = torch.ones(length, dtype=torch.bool, device=self.state.pages.device)
+        out[middle] = False
+        return out
+
+    def _middle(self, slot: int, length: int) -> slice:
+        """The tokens of a prompt that leave the window."""
+        window, sinks = self._protection[slot]
+        first = min(sinks, length)
+        return slice(first, max(first, length - window))
 
     def store_prompt(self, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, tier: Tensor) -> None:
         """Keep one layer of a request's prompt: k, v `[n, H, D]` (plain keys after RoPE), score fp32 `[H, n]`.
 
         tier: int8 `[H, n]`, tier of the pool or -1 = dropped; what it says of protected tokens is ignored. Raises
-            OutOfPages before anything is taken
-        when the pool cannot hold the layer, NumericsError when a key or value is NaN or infinite.
+        OutOfPages, before anything is taken, when the pool cannot hold the layer, and NumericsError when a key or value
+        is NaN or infinite; with kernels that defer faults `finish_prompt` tells instead.
         """
+        middle = self._middle(slot, len(k))
+        if self.kernels.DEFERS_FAULTS:
+            total = k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)
+            self.state.not_finite[slot] |= ~torch.isfinite(total)
+        else:
+            self._check_prompt(layer, k, v, tier[:, middle])
+        position = torch.arange(len(k), device=k.device)
+        for part in (slice(0, middle.start), slice(middle.stop, len(k))):
+            self.kernels.write_window(self.state, layer, slot, k[part], v[part], score[:, part], position[part])
+        self.kernels.append_tokens(
+            self.state, layer, slot, k[middle], v[middle], score[:, middle], position[middle], tier[:, middle]
+        )
+
+    def _check_prompt(self, layer: int, k: Tensor, v: Tensor, tier: Tensor) -> None:
         if not (_all_finite(k) and _all_finite(v)):
             raise NumericsError(f"NaN or infinity in the keys or values of layer {layer} of the prompt")
-        protected = self.protected(slot, len(k))
-        position = torch.arange(len(k), device=k.device)
-        free = ~protected
-        kept = [(tier[:, free] == index).sum(-1) for index in range(len(self.spec.tiers))]
-        needed = int(pages_needed(self.state, torch.stack(kept, -1)).sum())
+        kept = torch.stack([(tier == index).sum(-1) for index in range(len(self.spec.tiers))], -1)
+        needed = int(pages_needed(self.state, kept).sum())
         if needed > self.free_pages:
             raise OutOfPages(
                 f"layer {layer} of a prompt of {len(k)} tokens needs {needed} pages and {self.free_pages} are free"
             )
-        near = protected.nonzero()[:, 0]
-        self.kernels.write_window(self.state, layer, slot, k[near], v[near], score[:, near], position[near])
-        self.kernels.append_tokens(
-            self.state, layer, slot, k[free], v[free], score[:, free], position[free], tier[:, free]
-        )
 
-    def begin_decode(self, slot: int, length: int) -> None:
-        """The prompt of `length` tokens is stored in every layer; the next token stands at position `length`."""
+    def finish_prompt(self, slot: int, length: int) -> SiftKVError | None:
+        """The prompt of `length` tokens went through every layer; the next token stands at position `length`.
+
+        Returns what kernels that defer faults could not keep: OutOfPages or NumericsError; then release the slot.
+        """
+        window, sinks = self._protection[slot]
         self.state.seen[slot] = length
-        self.state.window_start[slot] = torch.maximum(self.state.sinks[slot], length - self.state.window[slot])
+        self.state.window_start[slot] = max(sinks, length - window)
+        if not self.kernels.DEFERS_FAULTS:
+            return None
+        if bool(self.state.not_finite[slot]):
+            return NumericsError("NaN or infinity in the keys or values of the prompt")
+        refused = int(self.kernels.refused_layers(self.state)[slot])
+        if refused:
+            return OutOfPages(
+                f"pages ran out in {refused} of {self.spec.num_layers} layers of a prompt of {length} tokens"
+            )
+        return None
 
     def attend(self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store one new token a request and attend to all that its heads keep: slots int64 `[B]`, q `[B, Hq, D]`, k, v
@@ -146,6 +181,7 @@ class KVCache:
             raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
         slot = self._free_slots.pop(0)
         swap_in(self.state, slot, swapped)
+        self._protection[slot] = (int(self.state.window[slot]), int(self.state.sinks[slot]))
         return slot
 
     @property
@@ -217,5 +253,6 @@ def _empty_state(spec: CacheSpec, conditioning: Conditioning) -> CacheState:
         catch_up=zeros(slots, dtype=torch.int64),
         alpha=zeros(slots, layers, heads, tiers, dtype=torch.float32),
         cap=zeros(slots, layers, heads, tiers, dtype=torch.int32),
+        not_finite=zeros(slots, dtype=torch.bool),
         conditioning=conditioning,
     )

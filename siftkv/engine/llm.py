@@ -11,6 +11,7 @@ import torch
 
 from siftkv.cache import KVCache, build_conditioning, dense_name
 from siftkv.engine.engine import Engine
+from siftkv.engine.graphs import DecodeGraphs
 from siftkv.engine.outputs import RequestOutput, StreamChunk
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.engine.scheduler import Preemption
@@ -43,6 +44,7 @@ class LLM:
         the pool's most precise format, if that is more).
     conditioning: `full`, `bias` or `none`, see `siftkv.cache.conditioning`. kernels: `auto`, `numba` or `reference`.
     preemption: `swap` or `recompute` what is evicted when pages run out; swap_space_bytes bounds the former.
+    enforce_eager: on a GPU, run decode steps without CUDA graphs.
     max_window, sink_rows: the largest `window` and `sinks` that a request's policy may ask for (default: those of `kv`,
         at least 64 and 4).
 
@@ -67,6 +69,7 @@ class LLM:
         swap_space_bytes: int = 1 << 30,
         max_window: int | None = None,
         sink_rows: int | None = None,
+        enforce_eager: bool = False,
         check_integrity: bool = False,
     ) -> None:
         self.kv = parse_policy(kv)
@@ -96,10 +99,11 @@ class LLM:
                 max_window=max_window,
                 sink_rows=sink_rows,
                 positions=self.conditioning.has_bias,
+                gpu=decoder.device.type == "cuda",
             ),
             self.conditioning,
         )
-        self.cache = KVCache(spec, self.conditioning, get_kernels(kernels, decoder.device))
+        self.cache = KVCache(spec, self.conditioning, get_kernels(kernels, decoder.device, decoder.dtype))
         self.engine = Engine(
             config,
             decoder,
@@ -112,6 +116,8 @@ class LLM:
             swap_space_bytes,
             check_integrity,
         )
+        if self.cache.kernels.DEFERS_FAULTS and not enforce_eager:
+            self.engine.runner.graphs = DecodeGraphs(decoder, self.cache)
         self.engine.bind(self.kv)
 
     @property

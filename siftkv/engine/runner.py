@@ -39,9 +39,8 @@ class Runner:
         per_token = torch.repeat_interleave(torch.tensor(lengths, device=device), torch.tensor(lengths, device=device))
         hidden = self.decoder(token_ids, positions, PrefillAttention(self.cache, chunks), per_token)
         last = torch.tensor([start + n - 1 for start, n in zip(starts, lengths, strict=True)], device=device)
-        for chunk in chunks:
-            self.cache.begin_decode(chunk.slot, chunk.length)
-        return self.decoder.logits(hidden[last]), [chunk.failure for chunk in chunks]
+        failures = [chunk.failure or self.cache.finish_prompt(chunk.slot, chunk.length) for chunk in chunks]
+        return self.decoder.logits(hidden[last]), failures
 
     @torch.inference_mode()
     def decode(self, token_ids: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:
@@ -52,7 +51,12 @@ class Runner:
         """
         device = self.decoder.device
         if self.graphs is not None:
-            return self.graphs.run(torch.tensor(token_ids), torch.tensor(slots))
+            return self.graphs.run(_pinned(token_ids), _pinned(slots))
         return decode_step(
             self.decoder, self.cache, torch.tensor(token_ids, device=device), torch.tensor(slots, device=device)
         )
+
+
+def _pinned(values: list[int]) -> Tensor:
+    """int64 in pinned memory: its copy to the device does not wait."""
+    return torch.tensor(values).pin_memory()

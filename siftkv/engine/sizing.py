@@ -8,7 +8,7 @@ import torch
 
 from siftkv.cache import CacheSpec, dense_name, merge_tiers
 from siftkv.errors import RequestError, SiftKVError
-from siftkv.formats import Tier, TierFormat
+from siftkv.formats import Tier, TierFormat, choose_page_bytes
 from siftkv.kernels.state import Conditioning
 from siftkv.models import ModelConfig
 from siftkv.policies import Policy
@@ -20,8 +20,10 @@ MIN_SINKS = 4
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """What a user asks of a cache; None where it is to be chosen. positions: whether quantised tiers store positions in
-    any case.
+    """What a user asks of a cache; None where it is to be chosen.
+
+    positions: whether quantised tiers store positions in any case. gpu: page sizes for a GPU, and a slot for the empty
+    rows of a captured batch.
     """
 
     policy: Policy
@@ -32,7 +34,7 @@ class PoolRequest:
     max_window: int | None
     sink_rows: int | None
     positions: bool
-    padding_slots: int = 0
+    gpu: bool = False
 
 
 def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, conditioning: Conditioning) -> CacheSpec:
@@ -52,7 +54,8 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
         max_slots=_positive(asked.max_num_seqs, "max_num_seqs"),
         max_len=_context(config, asked.max_model_len),
         max_window=max(MIN_WINDOW, asked.policy.window) if asked.max_window is None else asked.max_window,
-        padding_slots=asked.padding_slots,
+        page_bytes=choose_page_bytes(tiers, config.head_dim, asked.gpu),
+        padding_slots=int(asked.gpu),
         sink_rows=max(MIN_SINKS, asked.policy.sinks) if asked.sink_rows is None else asked.sink_rows,
     )
     fixed = planned_bytes(replace(spec, num_pages=0), conditioning)
@@ -77,7 +80,7 @@ def planned_bytes(spec: CacheSpec, conditioning: Conditioning) -> int:
     a_head = 4 * -(-tiers // 2) * spec.table_width + 4 * tiers  # page table, lengths
     a_head += 2 * rows * spec.head_dim * spec.dtype.itemsize + 4 * rows  # window keys, values, scores
     a_head += (4 + 4) * tiers  # thresholds and caps
-    a_slot = a_head * heads + 6 * 8  # seen, window_start, sinks, window, refresh, catch_up
+    a_slot = a_head * heads + 6 * 8 + 1  # seen, window_start, sinks, window, refresh, catch_up; not_finite
     shared = 2 * 8 + sum(
         t.numel() * t.element_size() for t in vars(conditioning).values() if isinstance(t, torch.Tensor)
     )

@@ -1,6 +1,7 @@
 """Kernels: operations on a `CacheState` with one signature and several bodies.
 
-`reference` is PyTorch and runs anywhere; `numba` is compiled for the CPU at first use. `get_kernels` picks one.
+`reference` is PyTorch and runs anywhere; `numba` is compiled for the CPU and `cuda` for the GPU at first use.
+`get_kernels` picks one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from torch import Tensor
 from siftkv.errors import SiftKVError
 from siftkv.kernels.state import CacheState
 
-BACKENDS = ("reference", "numba")
+BACKENDS = ("reference", "numba", "cuda")
 
 
 class Kernels(Protocol):
-    """The operations, documented at their reference bodies in `siftkv.kernels.reference`."""
+    """The operations, documented at their reference bodies in `siftkv.kernels.reference`.
+
+    DEFERS_FAULTS: `append_tokens` needs no check of free pages beforehand. When they are short it keeps nothing and
+    counts the refusal on the device, where `refused_layers` finds it.
+    """
+
+    DEFERS_FAULTS: bool
 
     def decode_attention(
         self, state: CacheState, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor
@@ -26,7 +33,9 @@ class Kernels(Protocol):
 
     def sift_step(self, state: CacheState, slots: Tensor, advance: bool = True) -> Tensor: ...
 
-    def prompt_importance(self, q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Tensor: ...
+    def prompt_importance(
+        self, q: Tensor, k: Tensor, rows: Tensor, weight: Tensor, lse: Tensor | None = None
+    ) -> Tensor: ...
 
     def append_tokens(
         self,
@@ -46,16 +55,30 @@ class Kernels(Protocol):
 
     def release(self, state: CacheState, slots: Tensor) -> None: ...
 
+    def refused_layers(self, state: CacheState) -> Tensor: ...
 
-def get_kernels(name: str = "auto", device: torch.device | str = "cpu") -> Kernels:
-    """Kernel bodies by name: `auto` takes numba on a CPU and the reference elsewhere."""
+
+def get_kernels(name: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Kernels:
+    """Kernel bodies by name for a device and a model's dtype.
+
+    `auto` takes numba on a CPU, cuda for 16-bit models on GPUs of compute capability 9.0 and later, else the reference.
+    """
     if name == "auto":
-        name = "numba" if torch.device(device).type == "cpu" else "reference"
+        name = _best(torch.device(device), dtype)
     module: ModuleType
     if name == "reference":
         from siftkv.kernels import reference as module
     elif name == "numba":
         from siftkv.kernels import numba as module
+    elif name == "cuda":
+        from siftkv.kernels import cuda as module
     else:
-        raise SiftKVError(f"unknown kernels {name!r}: use auto, {' or '.join(BACKENDS)}")
+        raise SiftKVError(f"unknown kernels {name!r}: use auto, {', '.join(BACKENDS)}")
     return cast(Kernels, module)
+
+
+def _best(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "cpu":
+        return "numba"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return "cuda" if hopper and dtype in (torch.bfloat16, torch.float16) else "reference"

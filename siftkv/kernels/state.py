@@ -64,6 +64,7 @@ class CacheState:
     refresh: `[S]` int64, scores are refreshed at positions that are multiples of it; 0 = never.
     catch_up: `[S]` int64, how many stale tokens of each head slot may be examined in a step besides the one that leaves
         the window.
+    not_finite: `[S]` bool, whether NaN or infinity was met in the prompt; only kernels that defer faults set it.
     scratch: what a kernel body derives once from these tensors (views, work space); never part of the cache's content.
     alpha: `[S, L, H, T]` fp32 and cap `[S, L, H, T]` int32: the decode rule, see `siftkv.policies.base.DecodeRule`.
     """
@@ -86,6 +87,7 @@ class CacheState:
     catch_up: Tensor
     alpha: Tensor
     cap: Tensor
+    not_finite: Tensor
     conditioning: Conditioning
     scratch: dict[str, Any] = field(default_factory=dict)
 

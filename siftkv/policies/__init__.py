@@ -15,12 +15,13 @@ from typing import Any, Literal
 from siftkv.errors import PolicyError
 from siftkv.policies.base import DecodeRule, Policy, PromptView
 from siftkv.policies.diffkv import DiffKV
+from siftkv.policies.fixed import Fixed
 from siftkv.policies.full import Full
 from siftkv.policies.uniform import Uniform
 
-__all__ = ["POLICIES", "DecodeRule", "DiffKV", "Full", "Policy", "PromptView", "Uniform", "parse_policy"]
+__all__ = ["POLICIES", "DecodeRule", "DiffKV", "Fixed", "Full", "Policy", "PromptView", "Uniform", "parse_policy"]
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Full, Uniform, DiffKV)}
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Full, Uniform, DiffKV, Fixed)}
 """Every policy by its name. Adding one is a file with a dataclass and an entry here."""
 
 

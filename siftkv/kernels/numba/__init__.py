@@ -7,6 +7,15 @@ from siftkv.kernels.numba.append import append_tokens
 from siftkv.kernels.numba.attention import decode_attention
 from siftkv.kernels.numba.prompt import prompt_importance
 from siftkv.kernels.numba.sift import sift_step
-from siftkv.kernels.reference import release, write_window
+from siftkv.kernels.reference import DEFERS_FAULTS, refused_layers, release, write_window
 
-__all__ = ["append_tokens", "decode_attention", "prompt_importance", "release", "sift_step", "write_window"]
+__all__ = [
+    "DEFERS_FAULTS",
+    "append_tokens",
+    "decode_attention",
+    "prompt_importance",
+    "refused_layers",
+    "release",
+    "sift_step",
+    "write_window",
+]

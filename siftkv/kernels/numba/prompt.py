@@ -95,8 +95,11 @@ def accumulate_attention(worker, logits, width, rows, weight, group, scale, tota
     wait_for_others(worker, progress, items)
 
 
-def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """See `siftkv.kernels.reference.prompt_importance`."""
+def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor, lse: Tensor | None = None) -> Tensor:
+    """See `siftkv.kernels.reference.prompt_importance`.
+
+    `lse` is not read: here a row's largest logit and sum come from the cache that holds the row anyway.
+    """
     tokens, heads, dim = k.shape
     group = q.shape[1] // heads
     keys, queries = k.transpose(0, 1).float().contiguous(), q[rows].float().view(-1, heads, group, dim)

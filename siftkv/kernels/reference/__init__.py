@@ -3,8 +3,17 @@ are tested against.
 """
 
 from siftkv.kernels.reference.attention import decode_attention
-from siftkv.kernels.reference.pages import release
+from siftkv.kernels.reference.pages import DEFERS_FAULTS, refused_layers, release
 from siftkv.kernels.reference.prompt import append_tokens, prompt_importance, write_window
 from siftkv.kernels.reference.sift import sift_step
 
-__all__ = ["append_tokens", "decode_attention", "prompt_importance", "release", "sift_step", "write_window"]
+__all__ = [
+    "DEFERS_FAULTS",
+    "append_tokens",
+    "decode_attention",
+    "prompt_importance",
+    "refused_layers",
+    "release",
+    "sift_step",
+    "write_window",
+]

@@ -60,3 +60,12 @@ def pages_needed(state: CacheState, lengths: Tensor) -> Tensor:
     """Pages that `lengths` (integer `[..., T]`, tokens a tier) take: int64 `[..., T]`."""
     tokens = torch.tensor([layout.tokens for layout in state.layouts], device=lengths.device)
     return -(-lengths.long() // tokens)
+
+
+DEFERS_FAULTS = False
+"""See `siftkv.kernels.Kernels`."""
+
+
+def refused_layers(state: CacheState) -> Tensor:
+    """int32 zeros `[S]`: nothing is refused here, the caller checks free pages beforehand."""
+    return torch.zeros(len(state.seen), dtype=torch.int32, device=state.seen.device)

@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 1 << 20
 """Attention probabilities that are held at a time."""
 
 
-def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor, lse: Tensor | None = None) -> Tensor:
     """Weighted mean attention that each token got from later query rows, maximum over the GQA group of each head's own
     softmax.
 
@@ -25,6 +25,7 @@ def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Ten
         weight: `[M]` fp32, how many
     queries each stands for. Returns fp32 `[H, N]`: `sum_{r > i} w_r p_r(i) / sum_{r > i} w_r`, 0 for a token that no
     row follows.
+    lse: fp32 `[Hq, N]`, each query's natural log-sum-exp, where prompt attention has left it; spares a pass.
     With every row at weight 1 this is the paper's mean over all later queries (DiffKV, section 4.2); with the last W
     rows, an observation window.
     """
@@ -40,7 +41,10 @@ def prompt_importance(q: Tensor, k: Tensor, rows: Tensor, weight: Tensor) -> Ten
         query = q[row].float().view(-1, heads, group, dim).permute(1, 2, 0, 3)
         logits = (query @ keys[:, None, :visible].transpose(-1, -2)) / math.sqrt(dim)
         logits.masked_fill_(position[:visible] > row[:, None], -math.inf)
-        attention = torch.softmax(logits, -1).amax(1)
+        if lse is None:
+            attention = torch.softmax(logits, -1).amax(1)
+        else:
+            attention = torch.exp(logits - lse[:, row].view(heads, group, -1, 1)).amax(1)
         later = weight[at : at + chunk, None] * (position[:visible] < row[:, None])
         total[:, :visible] += (attention * later).sum(1)
     followers = torch.zeros(tokens, device=q.device).index_add_(0, rows, weight)

@@ -1,0 +1,59 @@
+"""The README's results, generated from the results files: `python -m siftkv.benchmarks.tables` rewrites the marked part
+of README.md.
+
+Run it in the root of a checkout. A test holds that what is committed is what this prints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from siftkv.benchmarks.results import ResultsFile, Row
+from siftkv.errors import SiftKVError
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+FOLDER = Path("benchmarks/results")
+
+
+def render(folder: Path) -> str:
+    """Markdown of every results file below `folder`, by path: a heading, where it was measured, and the figures that
+    have a bar.
+    """
+    parts = []
+    for path in sorted(folder.rglob("*.json")):
+        results = ResultsFile.read(path)
+        machine = results.hardware
+        where = ", ".join([machine.cpu, f"{machine.cores} cores", *(machine.gpu or [])])
+        versions = ", ".join(f"{k} {v}" for k, v in results.versions.items() if k in ("torch", "transformers", "numba"))
+        picture = path.with_suffix(".png")
+        lines = [
+            f"**{results.name}** ({results.date[:10]}; {where}; {versions}; [data]({path.as_posix()})"
+            + (f", [picture]({picture.as_posix()})" if picture.exists() else "")
+            + ")",
+            "",
+            f"`{results.command}`",
+            "",
+            "| what | measured | bar | met |",
+            "| --- | --- | --- | --- |",
+            *(_line(row) for row in results.rows if row.bar is not None),
+        ]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _line(row: Row) -> str:
+    value = f"{row.value:.4g}" if isinstance(row.value, float) else f"{row.value}"
+    return f"| {row.what} | {value} {row.unit} | {row.bar} | {'yes' if row.ok else '**no**'} |"
+
+
+def rewrite(text: str, folder: Path) -> str:
+    """`text` with the part between the markers rendered anew. Raises SiftKVError without markers."""
+    if BEGIN not in text or END not in text:
+        raise SiftKVError(f"README.md has no {BEGIN} ... {END} to write between")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{render(folder)}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    readme = Path("README.md")
+    readme.write_text(rewrite(readme.read_text(), FOLDER))

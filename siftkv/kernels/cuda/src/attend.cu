@@ -1,0 +1,174 @@
+// Attention over the segments by teams of TEAM warps. Each team takes an equal share of the line of cost and streams its blocks through a ring of
+// STAGES in shared memory, filled by bulk copies: a quantised page at once, dense rows one by one.
+constexpr int TEAM_THREADS = 32 * TEAM, BLOCK_THREADS = TEAM_THREADS * TEAMS;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int NOTES_BYTES = STAGES * 32;  // a stage's barrier (8 bytes) and note (16 bytes)
+
+// What stands in a stage: segment, tokens, and where its logits go (-1: nowhere).
+struct __align__(16) Note { int segment, tokens, logits; };
+
+// Walks over a team's blocks.
+struct Cursor {
+  int low, high;  // the share
+  int segment, kind, block, stop, slot, tokens, logits;
+  int ids, ids_from;  // page ids of 32 blocks, one a lane
+  const int* table;
+  Window window;
+
+  // Stands before the segment in which the share begins.
+  DEV void find(const Arguments& a) {
+    int count = a.batch * KV_HEADS * KINDS, at = 0, lane = threadIdx.x & 31;
+    while (count > 1) {
+      int step = ceil_div(count, 32), probe = at + lane * step;
+      bool before = lane * step < count && a.segments[probe].start <= low;
+      int found = __popc(__ballot_sync(ALL, before)) - 1;
+      at += found * step;
+      count = min_int(step, count - found * step);
+    }
+    segment = at - 1;
+  }
+  // Goes on to the next segment with a block that begins in the share. False where there is none.
+  DEV bool enter(const Arguments& a) {
+    int last = a.batch * KV_HEADS * KINDS;
+    while (++segment < last) {
+      int4 raw = reinterpret_cast<const int4*>(a.segments)[segment];
+      if (raw.x >= high) return false;
+      kind = segment % KINDS, tokens = raw.y, slot = raw.z, logits = raw.w;
+      int cost = block_cost(kind), blocks = ceil_div(tokens, block_tokens(kind));
+      block = raw.x >= low ? 0 : ceil_div(low - raw.x, cost);
+      stop = min_int(blocks, ceil_div(high - raw.x, cost));
+      if (block >= stop) continue;
+      if (kind == 0) window = window_of(a, slot);
+      else {
+        table = table_of(a, slot, segment / KINDS % KV_HEADS, kind - 1);
+        ids_from = block - 32;
+      }
+      return true;
+    }
+    return false;
+  }
+  DEV const u8* page(const Arguments& a) {
+    if (block - ids_from >= 32) {
+      ids_from = block;
+      int at = min_int(block + (threadIdx.x & 31), stop - 1);
+      ids = table[at * table_step(kind - 1)];
+    }
+    return a.pages + static_cast<i64>(__shfl_sync(ALL, ids, block - ids_from)) * PAGE_BYTES;
+  }
+};
+
+struct Stage {
+  u32 data, barrier;
+  Note* note;
+};
+template <class F> DEV void fetch_page(const Stage& s, const u8* page, int count, int thread) {
+  if constexpr (F::DENSE) {
+    Dense<F::TOKENS>::copy(s.data, s.barrier, count, thread, [=](int token, int is_value) { return page + (is_value ? F::VALUE : F::KEY) + token * 2 * HEAD_DIM; });
+  } else {
+    constexpr bool positions = BIAS_BLOCKS > 0;
+    if (thread == 0) {
+      barrier_expect(s.barrier, F::CODE_BYTES + (positions ? F::POSITION_BYTES : 0));
+      bulk_copy(s.data, page, F::CODE_BYTES, s.barrier);
+      if constexpr (positions) bulk_copy(s.data + F::POSITION_STAGE, page + F::POSITION, F::POSITION_BYTES, s.barrier);
+    } else barrier_arrive(s.barrier);
+  }
+}
+DEV void fetch_window(const Arguments& a, const Cursor& c, const Stage& s, int count, int thread) {
+  i64 first = head_slot(a, c.slot, c.segment / KINDS % KV_HEADS) * (SINK_ROWS + RING_ROWS);
+  const u8 *keys = reinterpret_cast<const u8*>(a.window_k + first * HEAD_DIM), *values = reinterpret_cast<const u8*>(a.window_v + first * HEAD_DIM);
+  int from = c.block * WINDOW_BLOCK;
+  Dense<WINDOW_BLOCK>::copy(s.data, s.barrier, count, thread,
+                            [&](int token, int is_value) { return (is_value ? values : keys) + c.window.row(from + token) * 2 * HEAD_DIM; });
+}
+DEV void fetch(const Arguments& a, Cursor& c, const Stage& s, int thread) {
+  int each = block_tokens(c.kind), from = c.block * each, count = min_int(each, c.tokens - from);
+  if (thread == 0) *s.note = {c.segment, count, c.logits < 0 ? -1 : c.logits + from};
+  if (c.kind == 0) fetch_window(a, c, s, count, thread);
+  else {
+    const u8* page = c.page(a);
+#define FETCH_TIER(T) if (c.kind == 1 + T) fetch_page<Tier<T>>(s, page, count, thread);
+    EACH_TIER(FETCH_TIER)
+  }
+  c.block++;
+}
+
+// The body of a tier's tiles: dense or quantised.
+template <class F, bool DENSE = F::DENSE> struct Tiles : Quantised<F> {};
+template <class F> struct Tiles<F, true> : Dense<F::TOKENS> {};
+using WindowTiles = Dense<WINDOW_BLOCK>;
+
+DEV void begin_segment(Online& o, const Arguments& a, int segment) {
+  int pair = segment / KINDS, kind = segment % KINDS;
+  if (kind == 0) WindowTiles::begin(o, a, pair);
+#define BEGIN_TIER(T) if (kind == 1 + T) Tiles<Tier<T>>::begin(o, a, pair);
+  EACH_TIER(BEGIN_TIER)
+}
+DEV void end_segment(Online& o, int segment) {
+#define END_TIER(T) if (segment % KINDS == 1 + T) Tiles<Tier<T>>::end(o);
+  EACH_TIER(END_TIER)
+}
+DEV void attend_block(Online& o, const Arguments& a, u32 data, const Note& note, int rank) {
+  int kind = note.segment % KINDS, pair = note.segment / KINDS;
+  float* logits = note.logits < 0 ? nullptr : a.logits + static_cast<i64>(note.logits) * LOGIT_ROW;
+  if (kind == 0) WindowTiles::attend(o, a, data, note.tokens, logits, pair, rank);
+#define ATTEND_TIER(T) if (kind == 1 + T) Tiles<Tier<T>>::attend(o, a, data, note.tokens, logits, pair, rank);
+  EACH_TIER(ATTEND_TIER)
+}
+DEV void team_sync(int team) {
+  if constexpr (TEAM == 1) __syncwarp();
+  else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(TEAM_THREADS) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attend(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) u8 shared[];
+  int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS, rank = thread / 32, worker = blockIdx.x * TEAMS + team;
+  u8* notes = shared + team * NOTES_BYTES;
+  u32 ring = shared_address(shared + TEAMS * NOTES_BYTES) + team * RING_BYTES;
+  auto stage_at = [&](int i) { return Stage{ring + i * STAGE_BYTES, shared_address(notes + 32 * i + 16), reinterpret_cast<Note*>(notes + 32 * i)}; };
+  if (thread == 0) {
+    for (int i = 0; i < STAGES; i++) barrier_init(stage_at(i).barrier, TEAM_THREADS);
+    async_proxy_fence();
+  }
+  team_sync(team);
+  wait_for_predecessor();
+  let_successor_start();
+  Cursor cursor;
+  cursor.low = worker * a.line->share;
+  cursor.high = min_int(cursor.low + a.line->share, a.line->total);
+  if (cursor.low >= cursor.high) return;
+  cursor.find(a);
+  bool more = cursor.enter(a);
+  int issued = 0;
+  auto issue = [&](int stage) {
+    fetch(a, cursor, stage_at(stage), thread);
+    issued++;
+    if (cursor.block == cursor.stop) more = cursor.enter(a);
+  };
+  for (int i = 0; i < STAGES && more; i++) issue(i);
+
+  Online o;
+  o.clear();
+  int segment = -1;
+  auto finish = [&]() {
+    end_segment(o, segment);
+    o.store(a, (segment / KINDS + worker) * TEAM + rank);
+  };
+  for (int i = 0, stage = 0, parity = 0; i < issued; i++) {
+    Stage s = stage_at(stage);
+    barrier_wait(s.barrier, parity);
+    Note note = *s.note;
+    if (note.segment != segment) {
+      if (segment >= 0 && note.segment / KINDS != segment / KINDS) {
+        finish();
+        o.clear();
+      } else if (segment >= 0) end_segment(o, segment);
+      segment = note.segment;
+      begin_segment(o, a, segment);
+    }
+    attend_block(o, a, s.data, note, rank);
+    team_sync(team);
+    if (more) issue(stage);
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  if (segment >= 0) finish();
+}
