@@ -10,10 +10,8 @@ A *page* is a fixed number of bytes that holds tokens of one head slot in one fo
     key codes | key metadata | value codes | value metadata | scores | positions
 
 Quantised keys are token-major `[tokens, row]`, quantised values channel-major `[row, tokens]`; both are planar: byte
-`j` of a row
-holds channel `j + i * row` in bits `[i*b, (i+1)*b)`, so that unpacking is a mask and a shift. A sub-group is a
-contiguous slice of channels,
-that is a plane or a union of planes. Dense keys and values are token-major.
+`j` of a row holds channel `j + i * row` in bits `[i*b, (i+1)*b)`, so that unpacking is a mask and a shift. A sub-group
+is a contiguous slice of channels, that is a plane or a union of planes. Dense keys and values are token-major.
 """
 
 from __future__ import annotations
@@ -80,6 +78,11 @@ class TierFormat:
         if key_groups not in (1, 2, 4, 8) or value_groups not in (1, 2, 4, 8):
             raise FormatError(f"format {name!r}: sub-groups must be 1, 2, 4 or 8")
         return TierFormat(name, key_bits, value_bits, key_groups, value_groups, compact=bool(found[5]))
+
+    @property
+    def precision(self) -> tuple[int, int, int, int, bool]:
+        """Sorts formats by how precisely they keep a token: keys first, since errors in keys cost most."""
+        return self.key_bits, self.value_bits, self.key_groups, self.value_groups, not self.compact
 
     @property
     def nominal_bits(self) -> float:

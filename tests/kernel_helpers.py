@@ -68,6 +68,7 @@ def make_state(
     rows = sinks + ring
     return CacheState(
         not_finite=torch.zeros(slots, dtype=torch.bool),
+        peak_pages=torch.zeros(slots, dtype=torch.int64),
         layouts=layouts,
         sink_rows=sinks,
         pages=torch.randint(0, 256, (pages, page_bytes), dtype=torch.uint8, generator=g),

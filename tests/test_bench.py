@@ -197,7 +197,7 @@ class TestFidelity:
 def _dense_logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
     from siftkv.attention import causal_attention
 
-    return decoder.logits(decoder(ids, torch.arange(len(ids)), lambda layer, q, k, v: causal_attention(q, k, v)))
+    return decoder.logits(decoder(ids, torch.arange(len(ids)), lambda layer, q, k, v: causal_attention(q, k, v)[0]))
 
 
 def _made_up(kv: str, text: str, kl: float, top1: float, ratio: float, perplexity: float = 1.0) -> Measurement:

@@ -232,7 +232,7 @@ def test_bad_rules_are_refused() -> None:
     with pytest.raises(RequestError, match="window"):
         cache.admit(type(rule)(64, 0, rule.alpha, rule.cap))
     with pytest.raises(FormatError, match="k8v4"):
-        cache.spec.tier_index(small_cache(["uniform:k4v2,window=8"])[0].spec.tiers[0].format)
+        cache.spec.tier_index(small_cache(["uniform:k4v2,window=8"])[0].spec.tiers[0])
 
 
 def test_integrity_sees_each_fault() -> None:

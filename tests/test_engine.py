@@ -301,3 +301,122 @@ def test_qwen_like_biases_survive_four_bit_keys_with_conditioning() -> None:
             total += float((q.exp() * (q - p)).sum()) / 40
         divergence[conditioning] = total
     assert divergence["full"] < divergence["none"] / 5, divergence
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_tight_pool_with_two_tiers_always_gets_on(seed: int, preemption: str) -> None:
+    """Part pages of every tier count in what a prompt may take; what does not fit now runs later, never for ever."""
+    kv = "diffkv:window=8,sinks=2,alpha_high=1.0,alpha_low=0.0,interval=2"
+    prompts = [prompt(40 + 30 * ((seed + i) % 4), i) for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    roomy = tiny_llm(kv).generate(prompts, params)
+    llm = tiny_llm(kv, preemption=preemption, kv_cache_memory_bytes=tight_memory(kv, 26))
+    ids = [llm.engine.add(p, params, llm.kv) for p in prompts]
+    for _ in range(2000):
+        if not llm.engine.has_work:
+            break
+        llm.engine.step()
+    assert not llm.engine.has_work, "no progress"
+    assert [llm.engine.sequences(i)[0].output_ids for i in ids] == [o.token_ids for o in roomy]
+    assert llm.cache.free_pages == llm.cache.spec.num_pages
+
+
+def test_prompts_that_starve_each_other_run_alone() -> None:
+    kv = "diffkv:window=8,sinks=2"
+    llm = tiny_llm(kv, kv_cache_memory_bytes=tight_memory(kv, 14))
+    out = llm.generate([prompt(60, i) for i in range(4)], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert all(len(o.token_ids) == 5 for o in out)
+
+
+def test_nan_while_decoding_does_not_poison_the_slot(kernels: str) -> None:
+    model = tiny_model()
+    llm = tiny_llm("full:window=8", model=model, kernels=kernels, max_num_seqs=1)
+    [healthy] = llm.generate([prompt(20, 5)], GREEDY)
+    real = llm.engine.runner.decode
+
+    def broken(token_ids: list[int], slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        out = real(token_ids, slots)
+        llm.cache.state.window_v[slots] = float("nan")
+        return out
+
+    llm.engine.runner.decode = broken  # type: ignore[method-assign]
+    with pytest.raises(NumericsError):
+        llm.generate([prompt(30, 6)], GREEDY)
+    llm.engine.runner.decode = real  # type: ignore[method-assign]
+    [again] = llm.generate([prompt(20, 5)], GREEDY)
+    assert again.token_ids == healthy.token_ids
+
+
+def test_interleaved_streams_lose_nothing() -> None:
+    llm = tiny_llm()
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [prompt(30, 1), prompt(25, 2)]
+    whole = [o.text for o in llm.generate(prompts, params)]
+    streams = [llm.stream(p, params) for p in prompts]
+    texts = ["", ""]
+    for chunks in zip(*streams):
+        for i, chunk in enumerate(chunks):
+            texts[i] += chunk.text
+    assert texts == whole
+    stream = llm.stream(prompts[0], params)
+    first = next(stream).text
+    llm.generate(prompts[1], params)
+    assert first + "".join(c.text for c in stream) == whole[0]
+    with pytest.raises(RequestError, match="empty"):
+        llm.stream([])
+
+
+@pytest.mark.parametrize("bad", [[[5, "a"]], [None], [{"prompt": "x"}], [[5, 2.7]], {"prompt": "x"}, 7, [[True]]])
+def test_odd_prompts_are_named(bad: object) -> None:
+    llm = tiny_llm()
+    with pytest.raises(RequestError):
+        llm.generate(bad)  # type: ignore[arg-type]
+    assert llm.generate([torch.tensor([3, 4])], SamplingParams(max_tokens=2))[0].finish_reason == "length"  # type: ignore[list-item]
+
+
+def test_a_pool_without_scores_is_not_given_to_a_policy_that_reads_them() -> None:
+    llm = tiny_llm("uniform:k4v2,window=8")
+    with pytest.raises(FormatError):
+        llm.generate([prompt(9)], GREEDY, "diffkv:window=8")
+    both = tiny_llm("uniform:k8v4,window=8", formats=["k4v2"])
+    [out] = both.generate([prompt(200)], GREEDY, "diffkv:window=8,alpha_high=2")
+    [own] = tiny_llm("diffkv:window=8,alpha_high=2").generate([prompt(200)], GREEDY)
+    assert out.kv is not None
+    assert own.kv is not None
+    assert out.kv.tokens_by_tier == own.kv.tokens_by_tier
+
+
+def test_swapped_bytes_stay_within_their_limit() -> None:
+    limit = 150_000
+    kv = "full:window=8"
+    llm = tiny_llm(kv, kv_cache_memory_bytes=tight_memory(kv, 70), swap_space_bytes=limit)
+    for i in range(4):
+        llm.engine.add(prompt(60, i), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), llm.kv)
+    most = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        most = max(most, llm.engine.scheduler.swapped_bytes)
+    assert 0 < most <= limit
+
+
+def test_many_policies_do_not_pile_up() -> None:
+    llm = tiny_llm()
+    for i in range(300):
+        llm.engine.bind(parse_policy(f"diffkv:window=8,alpha_low={i / 1000}"))
+    assert len(llm.engine._policies) <= 256
+
+
+def test_value_conditioning_is_exact() -> None:
+    """Biases moved and values rotated in the weights: the full cache answers as before, up to float32 rounding."""
+    changes = {"architecture": "Qwen2ForCausalLM", "qkv_bias": True, "num_heads": 6}
+    plain = tiny_llm("full:window=8", model=tiny_model(**changes), conditioning="none")
+    folded = tiny_llm("full:window=8", model=tiny_model(**changes), conditioning="full")
+    assert folded.model.decoder.values_conditioned
+    assert not torch.equal(folded.model.decoder.layers[0].o, plain.model.decoder.layers[0].o)
+    row = [prompt(40, 1), prompt(10, 2)]
+    for a, b in zip(*(ForcedRun(x.engine, [ForcedRow(*row, x.kv)]) for x in (plain, folded))):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    again = tiny_llm("full:window=8", model=folded.model)
+    [out], [same] = again.generate([prompt(20)], GREEDY), folded.generate([prompt(20)], GREEDY)
+    assert out.token_ids == same.token_ids

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from siftkv.attention import causal_attention
 from siftkv.kernels import numba as fast
 from siftkv.kernels import reference
 from siftkv.kernels.reference.attention import append_to_window, window_positions
@@ -209,3 +210,43 @@ def test_prompt_importance_agrees(
     precision = torch.backends.mkldnn.matmul.fp32_precision
     torch.testing.assert_close(fast.prompt_importance(q, k, rows, weight), expected, rtol=2e-5, atol=1e-8)
     assert torch.backends.mkldnn.matmul.fp32_precision == precision
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "group", "dim", "dtype"),
+    [
+        (1, 3, 3, 64, torch.bfloat16),
+        (50, 3, 1, 16, torch.float32),
+        (333, 2, 3, 64, torch.bfloat16),
+        (700, 1, 7, 80, torch.float16),
+    ],
+)
+def test_prompt_importance_takes_sums_that_attention_left(
+    tokens: int, heads: int, group: int, dim: int, dtype: torch.dtype
+) -> None:
+    g = torch.Generator().manual_seed(tokens)
+    q, k, v = ((torch.randn(tokens, n, dim, generator=g) * 1.5).to(dtype) for n in (heads * group, heads, heads))
+    out, lse = causal_attention(q, k, v)
+    assert lse is not None
+    wanted = [x.transpose(0, 1)[None].float() for x in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*wanted, is_causal=True, enable_gqa=True)[0]
+    torch.testing.assert_close(out.float(), wanted.transpose(0, 1), rtol=2e-2, atol=2e-2)
+    rows = torch.arange(tokens - 1, -1, -3).flip(0)
+    weight = torch.rand(len(rows), generator=g) * 5 + 0.1
+    expected = reference.prompt_importance(q, k, rows, weight)
+    torch.testing.assert_close(fast.prompt_importance(q, k, rows, weight, lse), expected, rtol=5e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_views_of_a_fused_projection_are_kept(dtype: torch.dtype) -> None:
+    """Rows that are not contiguous, a ring that wraps, and tiers of the model's type and of another one."""
+    slow = make_state(("bf16", "fp32", "k8v4"), dtype=dtype, rank=2)
+    quick, g = twin(slow), torch.Generator().manual_seed(3)
+    qkv = torch.randn(140, 9, 64, generator=g).to(dtype)
+    k, v, score = qkv[:, 3:6], qkv[:, 6:], torch.rand(3, 140, generator=g) ** 4
+    tier, position = random_tiers(3, 100, (0.3, 0.2, 0.3), g), torch.arange(140)
+    for body, state in ((reference, slow), (fast, quick)):
+        for part in (slice(0, 4), slice(100, 140)):
+            body.write_window(state, 1, 2, k[part], v[part], score[:, part], position[part])
+        body.append_tokens(state, 1, 2, k[:100], v[:100], score[:, :100], position[:100], tier)
+    assert_same(slow, quick)

@@ -66,11 +66,42 @@ def test_strings() -> None:
         ("diffkv:interval=0", "interval"),
         ("diffkv:catch_up=2", "catch_up"),
         ("diffkv:high=k4v2,low=k4v2", "uniform:k4v2"),
+        ("diffkv:high=k4v2,low=k8v4", "swap"),
+        ("diffkv:high=k4v4,low=k2v4", "fewer than 4 bits"),
     ],
 )
 def test_bad_strings(kv: str, match: str) -> None:
     with pytest.raises(PolicyError, match=match):
         parse_policy(kv)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window": "64"},
+        {"window": 1.5},
+        {"window": True},
+        {"interval": 1.5},
+        {"alpha_high": "1"},
+        {"alpha_high": [[1.0], [1.0, 2.0]]},
+        {"high": 1},
+    ],
+)
+def test_bad_values_of_an_object(settings: dict[str, object]) -> None:
+    with pytest.raises(PolicyError):
+        DiffKV(**settings)  # type: ignore[arg-type]
+
+
+def test_every_token_is_measured_before_it_leaves_the_window() -> None:
+    assert parse_policy("diffkv:window=4").decode_rule(2, 2).refresh == 4
+    assert parse_policy("fixed:window=1").decode_rule(2, 2).refresh == 1
+    assert parse_policy("diffkv").decode_rule(2, 2).refresh == 8
+
+
+def test_one_row_of_thresholds_stands_for_every_layer() -> None:
+    policy = DiffKV(alpha_high=[[1.0, 2.0]], alpha_low=[0.5])
+    assert policy.decode_rule(3, 2).alpha[2].tolist() == [[1.0, 0.5], [2.0, 0.5]]
+    assert policy.classify(view(torch.full((2, 1), 1.5), layer=2)).tolist() == [[0], [1]]
 
 
 def test_bad_format_and_type() -> None:

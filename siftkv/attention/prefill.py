@@ -29,6 +29,7 @@ class PromptChunk:
 
     failure: why its keys and values could not be kept. The forward pass goes on for the others; this one must be
         released.
+    rows, protected: what is the same in every layer, set by `PrefillAttention`.
     """
 
     slot: int
@@ -37,6 +38,7 @@ class PromptChunk:
     sifter: Sifter
     failure: OutOfPages | NumericsError | None = None
     rows: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    protected: Tensor = field(init=False)
 
 
 class PrefillAttention:
@@ -52,44 +54,66 @@ class PrefillAttention:
         for chunk in chunks:
             rows = chunk.sifter.rows(chunk.length)
             chunk.rows = None if rows is None else (rows[0].to(device), rows[1].to(device))
+            chunk.protected = cache.protected(chunk.slot, chunk.length)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
+        # One look at the whole batch; only where it finds a fault is each request looked at for its own.
+        finite = not self.cache.kernels.DEFERS_FAULTS and sums_are_finite(k, v)
+        outputs = []
         for chunk in self.chunks:
             part = slice(chunk.start, chunk.start + chunk.length)
-            out[part], lse = causal_attention(q[part], k[part], v[part])
+            out, lse = causal_attention(q[part], k[part], v[part])
+            outputs.append(out)
             if chunk.failure is None:
                 try:
-                    self._keep(layer, chunk, q[part], k[part], v[part], lse)
+                    self._keep(layer, chunk, q[part], k[part], v[part], lse, finite)
                 except (OutOfPages, NumericsError) as failure:
                     chunk.failure = failure
-        return out
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _keep(self, layer: int, chunk: PromptChunk, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> None:
+    def _keep(
+        self, layer: int, chunk: PromptChunk, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, finite: bool
+    ) -> None:
         if chunk.rows is None:
             score = torch.zeros(k.shape[1], chunk.length, device=k.device)
         else:
             rows, weight = chunk.rows
             score = self.cache.kernels.prompt_importance(q, k, rows, weight, lse)
-        protected = self.cache.protected(chunk.slot, chunk.length)
-        tier = chunk.sifter.classify(layer, score, protected, v)
-        self.cache.store_prompt(layer, chunk.slot, k, v, score, tier)
+        tier = chunk.sifter.classify(layer, score, chunk.protected, v)
+        self.cache.store_prompt(layer, chunk.slot, k, v, score, tier, finite)
+
+
+def sums_are_finite(k: Tensor, v: Tensor) -> bool:
+    """Whether fp32 sums over all keys and values are finite. Then every element is; the reverse may fail for extreme
+    numbers.
+    """
+    return bool(torch.isfinite(k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
     """Exact causal attention of one prompt, through a library kernel: q `[N, Hq, D]`, k, v `[N, H, D]` to `[N, Hq, D]`.
 
-    The second result is each query's natural log-sum-exp, fp32 `[Hq, N]`, where the library gives it (cuDNN).
+    The second result is each query's natural log-sum-exp, fp32 `[Hq, N]`, where the library gives it: on a CPU and
+    through cuDNN.
     """
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    if _gives_lse(q):
+    if _cudnn_gives_lse(q):
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True)
         return found[0][0].transpose(0, 1), found[1].view(q.shape[1], len(q))
+    if _cpu_gives_lse(q):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+        return out[0].transpose(0, 1), lse[0]
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out[0].transpose(0, 1), None
 
 
-def _gives_lse(q: Tensor) -> bool:
+def _cpu_gives_lse(q: Tensor) -> bool:
+    """PyTorch's fused attention for CPUs, which takes grouped queries; the operation is not public, so it may go."""
+    fused = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    return fused and q.device.type == "cpu" and len(q) > 0
+
+
+def _cudnn_gives_lse(q: Tensor) -> bool:
     """cuDNN's fused attention with grouped queries: 16-bit types, Hopper and later, head_dim up to 128."""
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 128:
         return False

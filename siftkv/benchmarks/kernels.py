@@ -17,7 +17,7 @@ from torch import Tensor
 
 from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning
 from siftkv.errors import SiftKVError
-from siftkv.formats import PageLayout, Tier, TierFormat
+from siftkv.formats import PageLayout, Tier, TierFormat, choose_page_bytes
 from siftkv.kernels import reference
 from siftkv.kernels.cuda import decode_attention
 from siftkv.kernels.reference.pages import pages_needed
@@ -93,8 +93,9 @@ def build_case(case: KernelCase) -> tuple[CacheState, Tensor]:
     lengths = (mean * factor).long()
     longest = int(lengths.sum(-1).max()) + _WINDOW + _SINKS + 1
     max_len = -(-longest // _INTERVAL) * _INTERVAL + 1
+    page_bytes = case.page_bytes or choose_page_bytes(tiers, case.head_dim, gpu=True)
     small = CacheSpec(
-        1, case.kv_heads, case.head_dim, torch.bfloat16, tiers, 1, case.batch, max_len, _WINDOW, _SINKS, case.page_bytes
+        1, case.kv_heads, case.head_dim, torch.bfloat16, tiers, 1, case.batch, max_len, _WINDOW, _SINKS, page_bytes
     )
     state = KVCache(small, _conditioning(case, max_len), reference).state
     held = pages_needed(state, lengths)
@@ -231,7 +232,7 @@ def run_kernels(cases: list[KernelCase] | None = None) -> list[KernelRow]:
     if not torch.cuda.is_available():
         raise SiftKVError("the kernel benchmark needs a CUDA device: on a CPU use `siftkv bench cpu`")
     ceiling = read_ceiling()
-    rows = [KernelRow("read ceiling", float("nan"), float("nan"), ceiling, 1.0)]
+    rows = [KernelRow("read ceiling", 0.0, 0.0, ceiling, 1.0)]
     for case in cases or default_cases():
         rows.append(run_case(case, ceiling))
         torch.cuda.empty_cache()

@@ -23,6 +23,7 @@ _PER_SLOT = (
     "alpha",
     "cap",
     "not_finite",
+    "peak_pages",
 )
 
 
@@ -31,8 +32,7 @@ class CacheUsage:
     """Bytes of a whole cache.
 
     allocated: every tensor. pool: the pages. slots: windows, tables and rules of all request slots. shared: free ring,
-        counters, rotary tables and
-    conditioning. pages_total, pages_used: counts. page_bytes: of one page.
+        counters, rotary tables and conditioning. pages_total, pages_used: counts. page_bytes: of one page.
     """
 
     allocated: int

@@ -12,10 +12,10 @@ from torch import Tensor
 from siftkv.cache.accounting import CacheUsage, request_bytes, usage
 from siftkv.cache.integrity import check_integrity
 from siftkv.cache.spec import CacheSpec
-from siftkv.cache.swap import SwappedRequest, swap_in, swap_out
+from siftkv.cache.swap import SwappedRequest, swap_bytes, swap_in, swap_out
 from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
 from siftkv.kernels import Kernels
-from siftkv.kernels.reference.pages import pages_needed
+from siftkv.kernels.reference.pages import pages_needed, tokens_a_page
 from siftkv.kernels.state import CacheState, Conditioning
 
 
@@ -74,6 +74,7 @@ class KVCache:
         state.alpha[slot], state.cap[slot] = rule.alpha.to(state.alpha), rule.cap.to(state.cap)
         self._protection[slot] = (rule.window, rule.sinks)
         self.state.not_finite[slot] = False
+        self.state.peak_pages[slot] = 0
         return slot
 
     def protected(self, slot: int, length: int) -> Tensor:
@@ -89,19 +90,24 @@ class KVCache:
         first = min(sinks, length)
         return slice(first, max(first, length - window))
 
-    def store_prompt(self, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, tier: Tensor) -> None:
+    def store_prompt(
+        self, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, tier: Tensor, finite: bool = False
+    ) -> None:
         """Keep one layer of a request's prompt: k, v `[n, H, D]` (plain keys after RoPE), score fp32 `[H, n]`.
 
         tier: int8 `[H, n]`, tier of the pool or -1 = dropped; what it says of protected tokens is ignored. Raises
         OutOfPages, before anything is taken, when the pool cannot hold the layer, and NumericsError when a key or value
         is NaN or infinite; with kernels that defer faults `finish_prompt` tells instead.
+        finite: the caller knows that no key or value is NaN or infinite.
         """
         middle = self._middle(slot, len(k))
         if self.kernels.DEFERS_FAULTS:
             total = k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)
             self.state.not_finite[slot] |= ~torch.isfinite(total)
         else:
-            self._check_prompt(layer, k, v, tier[:, middle])
+            if not (finite or (_all_finite(k) and _all_finite(v))):
+                raise NumericsError(f"NaN or infinity in the keys or values of layer {layer} of the prompt")
+            self._check_room(layer, len(k), tier[:, middle])
         position = torch.arange(len(k), device=k.device)
         for part in (slice(0, middle.start), slice(middle.stop, len(k))):
             self.kernels.write_window(self.state, layer, slot, k[part], v[part], score[:, part], position[part])
@@ -109,14 +115,12 @@ class KVCache:
             self.state, layer, slot, k[middle], v[middle], score[:, middle], position[middle], tier[:, middle]
         )
 
-    def _check_prompt(self, layer: int, k: Tensor, v: Tensor, tier: Tensor) -> None:
-        if not (_all_finite(k) and _all_finite(v)):
-            raise NumericsError(f"NaN or infinity in the keys or values of layer {layer} of the prompt")
+    def _check_room(self, layer: int, tokens: int, tier: Tensor) -> None:
         kept = torch.stack([(tier == index).sum(-1) for index in range(len(self.spec.tiers))], -1)
         needed = int(pages_needed(self.state, kept).sum())
         if needed > self.free_pages:
             raise OutOfPages(
-                f"layer {layer} of a prompt of {len(k)} tokens needs {needed} pages and {self.free_pages} are free"
+                f"layer {layer} of a prompt of {tokens} tokens needs {needed} pages and {self.free_pages} are free"
             )
 
     def finish_prompt(self, slot: int, length: int) -> SiftKVError | None:
@@ -125,6 +129,7 @@ class KVCache:
         Returns what kernels that defer faults could not keep: OutOfPages or NumericsError; then release the slot.
         """
         window, sinks = self._protection[slot]
+        self.state.peak_pages[slot] = self.pages_held(self.state.seen.new_tensor([slot]))[0]
         self.state.seen[slot] = length
         self.state.window_start[slot] = max(sinks, length - window)
         if not self.kernels.DEFERS_FAULTS:
@@ -148,7 +153,10 @@ class KVCache:
         """End a decode step: sift what leaves the windows. Bool `[B]`, false for requests whose token had to wait for a
         page.
         """
-        return self.kernels.sift_step(self.state, slots, advance)
+        done = self.kernels.sift_step(self.state, slots, advance)
+        peak = self.state.peak_pages
+        peak[slots] = torch.maximum(peak[slots], self.pages_held(slots))
+        return done
 
     def finite(self, slots: Tensor) -> Tensor:
         """Bool `[B]`: whether the newest token's keys and values of each request are finite in every layer. Call it
@@ -164,6 +172,10 @@ class KVCache:
         if slots:
             self.kernels.release(self.state, torch.tensor(slots, device=self.state.pages.device))
             self._free_slots.extend(slots)
+
+    def swap_bytes(self, slot: int) -> int:
+        """Host bytes that `swap_out` would take."""
+        return swap_bytes(self.state, slot)
 
     def swap_out(self, slot: int) -> SwappedRequest:
         """Copy a request to host memory and release it here."""
@@ -197,8 +209,7 @@ class KVCache:
         page, at most one (two with catch-up) a head slot.
         """
         state = self.state
-        tokens = torch.tensor([layout.tokens for layout in state.layouts], device=slots.device)
-        full = (state.lengths[slots] % tokens == 0) & (state.cap[slots] > 0)
+        full = (state.lengths[slots] % tokens_a_page(state) == 0) & (state.cap[slots] > 0)
         most = (1 + state.catch_up[slots]).clamp(max=2)[:, None, None]
         return int(torch.minimum(full.sum(-1), most).sum())
 
@@ -209,6 +220,10 @@ class KVCache:
     def request_bytes(self, slots: Tensor) -> Tensor:
         """Physical bytes of each request, int64 `[B]`: its pages and its share of every table and side buffer."""
         return request_bytes(self.state, self.pages_held(slots))
+
+    def peak_bytes(self, slots: Tensor) -> Tensor:
+        """The most physical bytes that each request held at the end of any step, int64 `[B]`."""
+        return request_bytes(self.state, self.state.peak_pages[slots])
 
     def usage(self) -> CacheUsage:
         """Physical bytes of the whole cache."""
@@ -254,5 +269,6 @@ def _empty_state(spec: CacheSpec, conditioning: Conditioning) -> CacheState:
         alpha=zeros(slots, layers, heads, tiers, dtype=torch.float32),
         cap=zeros(slots, layers, heads, tiers, dtype=torch.int32),
         not_finite=zeros(slots, dtype=torch.bool),
+        peak_pages=zeros(slots, dtype=torch.int64),
         conditioning=conditioning,
     )

@@ -1,14 +1,11 @@
 """Key conditioning: what is subtracted from keys and how they are turned before they are quantised.
 
 A projection bias on keys (Qwen2.x) puts a constant into a few channels that is tens of times larger than what varies;
-min/max quantisation then spends its
-levels on the constant. So `k' = (k - RoPE_p(b_r)) @ rotation` is stored, and attention adds `q . RoPE_p(b_r)` back
-exactly (see
-`siftkv.kernels.reference.condition`). `b_r` is the bias on the head's `r` largest rotary pairs: the energy sits in few,
-slow pairs, and pairs whose bias is small
-against the spread of the keys need no cure. The rotation is a signed Hadamard transform, as in QuaRot (arXiv
-2404.00456), which spreads outliers over channels.
-It costs no bytes and needs no calibration.
+min/max quantisation then spends its levels on the constant. So `k' = (k - RoPE_p(b_r)) @ rotation` is stored, and
+attention adds `q . RoPE_p(b_r)` back exactly (see `siftkv.kernels.reference.condition`). `b_r` is the bias on the
+head's `r` largest rotary pairs: the energy sits in few, slow pairs, and pairs whose bias is small against the spread of
+the keys need no cure. The rotation is a signed Hadamard transform, as in QuaRot (arXiv 2404.00456), which spreads
+outliers over channels. It costs no bytes and needs no calibration.
 """
 
 from __future__ import annotations
@@ -64,8 +61,7 @@ def build_conditioning(
     """Conditioning of a model's keys.
 
     cos, sin: rotary tables fp32 `[max_len, D/2]`. biases, spreads: a layer each, key bias `[H, D]` or None, and the
-        standard deviation of key channels `[H, D]`.
-    Raises SiftKVError for an unknown mode.
+        standard deviation of key channels `[H, D]`. Raises SiftKVError for an unknown mode.
     """
     if mode not in MODES:
         raise SiftKVError(f"unknown conditioning {mode!r}: use {', '.join(MODES)}")

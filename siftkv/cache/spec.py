@@ -72,14 +72,19 @@ class CacheSpec:
         """Head slots of one request."""
         return self.num_layers * self.num_kv_heads
 
-    def tier_index(self, fmt: TierFormat) -> int:
-        """Index of the tier with a format. Raises FormatError that names the pool's formats."""
+    def tier_index(self, wanted: Tier) -> int:
+        """Index of the tier with the format and the state of `wanted`. Raises FormatError that names what there is."""
         for index, tier in enumerate(self.tiers):
-            if tier.format == fmt:
+            if tier.format == wanted.format:
+                if tier.scores < wanted.scores or tier.positions < wanted.positions:
+                    raise FormatError(
+                        f"this pool keeps no scores beside {wanted.name}, which this policy reads: "
+                        f"open it with formats that include {wanted.name}, or with that policy as its default"
+                    )
                 return index
         names = ", ".join(t.name for t in self.tiers)
         raise FormatError(
-            f"format {fmt.name} is not one of this pool's ({names}): open it with formats that include {fmt.name}"
+            f"format {wanted.name} is not one of this pool's ({names}): open it with formats that include {wanted.name}"
         )
 
     def bf16_bytes(self, tokens: int) -> int:
@@ -105,9 +110,4 @@ def merge_tiers(needed: Iterable[Tier], positions: bool = False) -> tuple[Tier, 
             scores=known.scores or tier.scores,
             positions=known.positions or tier.positions or (positions and not tier.format.dense),
         )
-    return tuple(sorted(merged.values(), key=_precision, reverse=True))
-
-
-def _precision(tier: Tier) -> tuple[int, int, int, int, int]:
-    fmt = tier.format
-    return fmt.key_bits, fmt.value_bits, fmt.key_groups, fmt.value_groups, int(not fmt.compact)
+    return tuple(sorted(merged.values(), key=lambda t: t.format.precision, reverse=True))

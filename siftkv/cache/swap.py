@@ -25,6 +25,7 @@ _COPIED = (
     "catch_up",
     "alpha",
     "cap",
+    "peak_pages",
 )
 
 
@@ -48,6 +49,13 @@ class SwappedRequest:
     def nbytes(self) -> int:
         """Host bytes that it takes."""
         return self.pages.numel() + sum(t.numel() * t.element_size() for t in (self.where, *self.rest.values()))
+
+
+def swap_bytes(state: CacheState, slot: int) -> int:
+    """Host bytes that `swap_out` of a request would take."""
+    table = state.page_table[slot]
+    rest = sum(getattr(state, name)[slot].numel() * getattr(state, name).element_size() for name in _COPIED)
+    return int((table >= 0).sum()) * state.pages.shape[1] + table.numel() + rest
 
 
 def swap_out(state: CacheState, slot: int) -> SwappedRequest:

@@ -9,7 +9,7 @@ import os
 
 import typer
 
-from siftkv.cli import bench, chat, demo, formats, generate, models
+from siftkv.cli import bench, bench_gpu, chat, demo, formats, generate, models
 from siftkv.cli.group import Interrupts, SiftGroup
 
 app = typer.Typer(
@@ -28,6 +28,8 @@ app.command()(chat.chat)
 app.command()(demo.demo)
 app.command()(formats.formats)
 app.add_typer(models.app, name="models")
+bench.app.command()(bench_gpu.kernels)
+bench.app.command()(bench_gpu.throughput)
 app.add_typer(bench.app, name="bench")
 
 

@@ -77,7 +77,7 @@ def fidelity(
     names = [text.name for text in texts]
     about = _about(loaded) | {"protocol": asdict(protocol), "texts": names}
     _show_fidelity(summaries)
-    _finish("fidelity", results.rows(summaries), results.to_data(found, summaries, about), json_file)
+    finish("fidelity", results.rows(summaries), results.to_data(found, summaries, about), json_file)
     if plot is not None:
         from siftkv.benchmarks.plots import plot_fidelity
 
@@ -132,7 +132,7 @@ def cpu(
         memory = bench.prompt_memory(loaded, settings, text, max(case.context for case in cases))
     about = _about(loaded) | {"threads": torch.get_num_threads(), "text": text.name, "repeats": repeats}
     _show_cpu(speeds)
-    _finish("cpu", results.rows(speeds, memory), results.to_data(speeds, memory, about), json_file)
+    finish("cpu", results.rows(speeds, memory), results.to_data(speeds, memory, about), json_file)
     if plot is not None:
         from siftkv.benchmarks.plots import plot_cpu
 
@@ -202,7 +202,7 @@ def _show_cpu(speeds: list[Speed]) -> None:
     stdout_console().print(table)
 
 
-def _finish(name: str, rows: list[Row], data: Any, path: str | None) -> None:
+def finish(name: str, rows: list[Row], data: Any, path: str | None) -> None:
     """Print how the figures stand against their bars, and write the results file."""
     from siftkv.benchmarks.results import ResultsFile
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from siftkv.cache import CacheSpec, SlotRule, dense_name
 from siftkv.errors import PolicyError
 from siftkv.policies import Policy, PromptView
+
+
+def policy_key(policy: Policy) -> Hashable:
+    """The policy itself where it can be hashed, else (settings that are lists or tensors) what it holds, as text."""
+    try:
+        hash(policy)
+    except TypeError:
+        held = [x.tolist() if isinstance(x, Tensor) else x for x in vars(policy).values()]
+        return policy.name, repr(held)
+    return policy
 
 
 class BoundPolicy:
@@ -20,15 +32,20 @@ class BoundPolicy:
     def __init__(self, policy: Policy, spec: CacheSpec) -> None:
         self.policy = policy
         self.name = policy.describe()
-        self._tiers = [spec.tier_index(tier.format) for tier in policy.tiers(dense_name(spec.dtype))]
+        self.key: Hashable = policy_key(policy)
+        """What policies that behave alike have in common."""
+        self._tiers = [spec.tier_index(tier) for tier in policy.tiers(dense_name(spec.dtype))]
         if policy.window > spec.max_window or policy.sinks > spec.sink_rows:
             raise PolicyError(
                 f"{policy.name}: window={policy.window}, sinks={policy.sinks} do not fit this engine "
                 f"(at most {spec.max_window} and {spec.sink_rows}): "
                 "open it with larger max_window or sink_rows"
             )
+        if sorted(self._tiers) != self._tiers:
+            raise PolicyError(f"{policy.name}: its tiers must go from more to less precise formats")
         self._pool_tier = torch.tensor([*self._tiers, -1], dtype=torch.int8)  # index -1 stays "dropped"
         self.rule = self._slot_rule(spec)
+        self.tiers_used = len(self._tiers)
         self.tokens_a_page = min(spec.layouts[t].tokens for t in self._tiers)
         """Of the tier with the largest tokens: the worst case for admission."""
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import OrderedDict
+from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 
+import torch
 from torch import Tensor
 
 from siftkv.cache import KVCache
-from siftkv.engine.binding import BoundPolicy
+from siftkv.engine.binding import BoundPolicy, policy_key
 from siftkv.engine.detokenizer import Decoder as Detokenize
 from siftkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from siftkv.engine.outputs import StreamChunk, TokenLogprob
+from siftkv.engine.pipeline import Flight, flies, most_pages
 from siftkv.engine.report import kv_report
 from siftkv.engine.runner import Runner
 from siftkv.engine.sampler import NonFiniteLogits, Sampler, SamplingRow
@@ -22,6 +26,8 @@ from siftkv.engine.sequence import Sequence
 from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
 from siftkv.models import Decoder, ModelConfig
 from siftkv.policies import Policy
+
+_REMEMBERED_POLICIES = 256
 
 
 class Engine:
@@ -52,18 +58,19 @@ class Engine:
         self.scheduler = Scheduler(cache, max_batched_tokens, preemption, swap_bytes)
         self.sampler = Sampler()
         self.check_integrity = check_integrity
+        self._flight: Flight | None = None
+        self._free_after_landing = 0
         self._live: dict[str, list[Sequence]] = {}
-        self._policies: dict[Policy, BoundPolicy] = {}
+        self._policies: OrderedDict[Hashable, BoundPolicy] = OrderedDict()
         self._counter = itertools.count()
 
     def bind(self, policy: Policy) -> BoundPolicy:
         """A policy bound to this engine's pool. Raises FormatError or PolicyError when it does not fit."""
-        try:
-            known = self._policies.get(policy)
-        except TypeError:  # per-head settings given as lists cannot be hashed
-            return BoundPolicy(policy, self.cache.spec)
-        if known is None:
-            known = self._policies[policy] = BoundPolicy(policy, self.cache.spec)
+        key = policy_key(policy)
+        known = self._policies.pop(key, None) or BoundPolicy(policy, self.cache.spec)
+        self._policies[key] = known  # most recently used last
+        if len(self._policies) > _REMEMBERED_POLICIES:
+            self._policies.popitem(last=False)
         return known
 
     def add(
@@ -131,7 +138,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._flight is not None
 
     def sequences(self, request_id: str) -> list[Sequence]:
         """The completions of a request, running or finished, until `forget`."""
@@ -149,14 +156,57 @@ class Engine:
         return chunks
 
     def step(self) -> list[StreamChunk]:
-        """One pass: prompts that were admitted, or one token of each running request. Returns what it added."""
-        batch = self.scheduler.schedule()
-        chunks = [self._finish(sequence, "abort") for sequence in batch.failed]
-        if batch.prefill:
-            chunks += self._prefill(batch.prefill)
-        elif batch.decode:
-            chunks += self._decode(batch.decode)
+        """One pass: prompts that were admitted, or one token of each running request. Returns what it added.
+
+        On a GPU greedy steps are pipelined: a call launches a step and returns what the one before it gave.
+        """
+        if self._flight is not None:
+            chunks = self._land(self._flight)
+        else:
+            batch = self.scheduler.schedule()
+            chunks = [self._finish(sequence, "abort") for sequence in batch.failed]
+            if batch.prefill:
+                chunks += self._prefill(batch.prefill)
+            elif batch.decode and self._may_fly(batch.decode):
+                self._flight = self._launch(batch.decode, None)
+            elif batch.decode:
+                chunks += self._decode(batch.decode)
         self._verify()
+        return chunks
+
+    def _may_fly(self, sequences: list[Sequence]) -> bool:
+        return self.runner.graphs is not None and all(flies(s) for s in sequences)
+
+    def _launch(self, sequences: list[Sequence], before: Flight | None) -> Flight:
+        """Launch a step of `sequences`; their tokens come from `before`, where they are still on the way, or from the
+        host.
+        """
+        graphs = self.runner.graphs
+        assert graphs is not None
+        slots = torch.tensor([s.slot for s in sequences]).pin_memory()
+        if before is None:
+            tokens = torch.tensor([s.output_ids[s.fed] for s in sequences]).pin_memory()
+        else:
+            places = {id(s): row for row, s in enumerate(before.sequences)}
+            rows = torch.tensor([places[id(s)] for s in sequences]).pin_memory()
+            tokens = before.landing.tokens[rows.to(before.landing.tokens.device, non_blocking=True)]
+        with torch.inference_mode():
+            return Flight(sequences, graphs.launch(tokens, slots))
+
+    def _land(self, flight: Flight) -> list[StreamChunk]:
+        """Launch the next step if nothing stands against it, then take in what `flight` brought."""
+        going_on = [s for s in flight.sequences if s.finish_reason is None and len(s.output_ids) + 1 < s.max_tokens]
+        room = self._free_after_landing - 2 * most_pages(going_on, self.cache.spec.head_slots)
+        self._flight = None
+        if going_on and room >= 0 and not self.scheduler.wants_turn(self._free_after_landing):
+            self._flight = self._launch(going_on, flight)
+        tokens, finite, self._free_after_landing = flight.landing.wait()
+        chunks = []
+        for sequence, token, ok in zip(flight.sequences, tokens, finite, strict=True):
+            if sequence.finish_reason is None:  # else it ended by itself or was aborted while this step was on its way
+                sequence.fed += 1
+                error = NumericsError("NaN or infinity in the cache or the logits of a generated token")
+                chunks.append(self._append(sequence, token, None) if ok else self._fail(sequence, error))
         return chunks
 
     def _verify(self) -> None:
@@ -170,27 +220,24 @@ class Engine:
         logits, failures = self.runner.prefill(
             [s.prompt_ids for s in sequences], [s.slot for s in sequences], [s.policy for s in sequences]
         )
-        chunks, good = [], []
+        chunks, good, short = [], [], []
         for row, (sequence, failure) in enumerate(zip(sequences, failures, strict=True)):
             if failure is None:
                 good.append(row)
                 self.scheduler.learn(sequence, int(self.cache.pages_held(self._slots([sequence]))[0]))
             elif isinstance(failure, OutOfPages):
-                chunks += self._out_of_pages(sequence, failure)
+                short.append(sequence)
             else:
                 chunks.append(self._fail(sequence, failure))
+        hopeless = self.scheduler.requeue(short, len(sequences)) if short else []
+        chunks += [self._fail(sequence, self._too_large(sequence)) for sequence in hopeless]
         return chunks + self._next_tokens([sequences[row] for row in good], logits[good])
 
-    def _out_of_pages(self, sequence: Sequence, failure: OutOfPages) -> list[StreamChunk]:
-        if self.scheduler.requeue(sequence):
-            return []
-        total = self.cache.spec.num_pages
-        error = OutOfPages(
-            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {total} pages "
-            f"under {sequence.policy.name}: "
-            f"raise kv_cache_memory_bytes, or use a kv setting that keeps less ({failure})"
+    def _too_large(self, sequence: Sequence) -> OutOfPages:
+        return OutOfPages(
+            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {self.cache.spec.num_pages} pages "
+            f"under {sequence.policy.name}: raise kv_cache_memory_bytes, or use a kv setting that keeps less"
         )
-        return [self._fail(sequence, error)]
 
     def _decode(self, sequences: list[Sequence]) -> list[StreamChunk]:
         tokens = [s.output_ids[s.fed] for s in sequences]
@@ -211,7 +258,6 @@ class Engine:
 
     def _next_tokens(self, sequences: list[Sequence], logits: Tensor) -> list[StreamChunk]:
         """Draw the next token of each sequence that needs one; the others are feeding tokens that they already have."""
-        self._track_peaks(sequences)
         rows = [row for row, s in enumerate(sequences) if s.needs_token]
         chunks: list[StreamChunk] = []
         while rows:
@@ -228,13 +274,6 @@ class Engine:
                 chunks.append(self._append(sequences[row], token, logprob))
             break
         return chunks
-
-    def _track_peaks(self, sequences: list[Sequence]) -> None:
-        if sequences:
-            for sequence, held in zip(
-                sequences, self.cache.request_bytes(self._slots(sequences)).tolist(), strict=True
-            ):
-                sequence.peak_bytes = max(sequence.peak_bytes, held)
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> StreamChunk:
         params, stops = sequence.params, sequence.stops

@@ -31,9 +31,8 @@ class ForcedRun:
     fed; then read `reports`.
 
     All rows feed the same number of tokens. Rows may differ in prompt, tokens and policy. Pages are given back when the
-    iteration ends, however it ends.
-    Raises RequestError for rows that do not fit the context, OutOfPages when the pool is too small for all rows at
-    once.
+    iteration ends, however it ends. Raises RequestError for rows that do not fit the context, OutOfPages when the pool
+    is too small for all rows at once.
     """
 
     def __init__(self, engine: Engine, rows: SequenceOf[ForcedRow]) -> None:
@@ -50,7 +49,6 @@ class ForcedRun:
     def __iter__(self) -> Iterator[Tensor]:
         cache, runner = self.engine.cache, self.engine.runner
         slots: list[int] = []
-        peaks = [0] * len(self.rows)
         bound = [self.engine.bind(row.policy) for row in self.rows]
         try:
             for row, policy in zip(self.rows, bound, strict=True):
@@ -66,10 +64,7 @@ class ForcedRun:
                         "raise kv_cache_memory_bytes"
                     )
                 logits, _ = runner.decode([row.forced_ids[step] for row in self.rows], slots)
-                peaks = [
-                    max(old, new) for old, new in zip(peaks, cache.request_bytes(slot_tensor).tolist(), strict=True)
-                ]
                 yield logits
-            self.reports = [kv_report(cache, s, p.name, peak) for s, p, peak in zip(slots, bound, peaks, strict=True)]
+            self.reports = [kv_report(cache, s, p.name) for s, p in zip(slots, bound, strict=True)]
         finally:
             cache.release(slots)

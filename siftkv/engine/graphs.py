@@ -4,6 +4,7 @@ change under it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,49 @@ def batch_buckets(most: int) -> list[int]:
     return sorted(sizes | {most})
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Outputs of a captured step: logits fp32 `[B, vocab]`, best int64 `[B]`; finite (keys and values) and usable
+    (logits) bool `[B]`.
+    """
+
+    logits: Tensor
+    finite: Tensor
+    best: Tensor
+    usable: Tensor
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A step on its way: its tokens on the device, and copies that arrive in host memory when `wait` returns."""
+
+    tokens: Tensor
+    _host: tuple[Tensor, Tensor, Tensor]
+    _arrived: torch.cuda.Event
+
+    @classmethod
+    def of(cls, tokens: Tensor, finite: Tensor, counters: Tensor) -> Landing:
+        tokens = tokens.clone()
+        host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (tokens, finite, counters))
+        for target, source in zip(host, (tokens, finite, counters), strict=True):
+            target.copy_(source, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(tokens, host, arrived)  # type: ignore[arg-type]
+
+    def wait(self) -> tuple[list[int], list[bool], int]:
+        """Token ids and finite flags of the step's requests, and the pages that were free after it."""
+        self._arrived.synchronize()
+        tokens, finite, counters = self._host
+        return tokens.tolist(), finite.tolist(), int(counters[1] - counters[0])
+
+
 class DecodeGraphs:
     """The decode step of up to `cache.spec.max_slots` requests as CUDA graphs.
 
     A batch that is smaller than its bucket is filled up with the cache's padding slot, which keeps nothing. Everything
-    that changes between steps (token ids,
-    slots, lengths, page tables, thresholds) is read from device memory inside the graph.
+    that changes between steps (token ids, slots, lengths, page tables, thresholds) is read from device memory inside
+    the graph.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
@@ -38,7 +76,7 @@ class DecodeGraphs:
         self._padding = cache.spec.max_slots
         self._token_ids = torch.zeros(self.buckets[-1], dtype=torch.int64, device=device)
         self._slots = torch.full_like(self._token_ids, self._padding)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, _Step]] = {}
         self._pool: Any = None
 
     @torch.inference_mode()
@@ -48,19 +86,30 @@ class DecodeGraphs:
             self._capture(size)
 
     def run(self, token_ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Feed one token to each request: int64 `[B]` each. Returns logits fp32 `[B, vocab]` and finite bool `[B]`,
-        valid until the next run.
+        """Feed one token to each request: int64 `[B]` each, on the host (pinned) or the device.
+
+        Returns logits fp32 `[B, vocab]` and finite bool `[B]`, valid until the next run.
         """
+        step = self._replay(token_ids, slots)
+        return step.logits[: len(slots)], step.finite[: len(slots)]
+
+    def launch(self, token_ids: Tensor, slots: Tensor) -> Landing:
+        """`run` for greedy requests, without waiting: the likeliest tokens stay on the device and go to the host."""
+        step = self._replay(token_ids, slots)
+        count = len(slots)
+        return Landing.of(step.best[:count], step.finite[:count] & step.usable[:count], self.cache.state.counters)
+
+    def _replay(self, token_ids: Tensor, slots: Tensor) -> _Step:
         count = len(slots)
         size = next(b for b in self.buckets if b >= count)
+        if size not in self._graphs:
+            self._capture(size)
         self._token_ids[:count].copy_(token_ids, non_blocking=True)
         self._slots[:count].copy_(slots, non_blocking=True)
         self._slots[count:size].fill_(self._padding)
-        if size not in self._graphs:
-            self._capture(size)
-        graph, logits, finite = self._graphs[size]
+        graph, step = self._graphs[size]
         graph.replay()
-        return logits[:count], finite[:count]
+        return step
 
     def _capture(self, size: int) -> None:
         kept = self._slots.clone()
@@ -73,17 +122,19 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits, finite = self._step(size)
+            step = self._step(size)
         self._pool = self._pool or graph.pool()
-        self._graphs[size] = (graph, logits, finite)
+        self._graphs[size] = (graph, step)
         self._slots.copy_(kept)
 
-    def _step(self, size: int) -> tuple[Tensor, Tensor]:
+    def _step(self, size: int) -> _Step:
         state = self.cache.state
         state.seen[self._padding].fill_(1)
         state.window_start[self._padding].fill_(0)
         token_ids, slots = self._token_ids[:size], self._slots[:size]
-        return decode_step(self.decoder, self.cache, token_ids, slots)
+        logits, finite = decode_step(self.decoder, self.cache, token_ids, slots)
+        best = logits.max(-1)
+        return _Step(logits, finite, best.indices, best.values.isfinite())
 
 
 def decode_step(decoder: Decoder, cache: KVCache, token_ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

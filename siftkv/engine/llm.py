@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from siftkv.engine.sizing import PoolRequest, plan_spec
 from siftkv.errors import RequestError, SiftKVError
 from siftkv.kernels import get_kernels
 from siftkv.models import LoadedModel, load_model
+from siftkv.models.values import condition_values
 from siftkv.policies import Policy, parse_policy
 
 Prompt = str | SequenceOf[int]
@@ -40,9 +43,9 @@ class LLM:
     dtype: `auto` = the checkpoint's. device: `cpu` or a CUDA device.
     max_model_len: longest context in tokens (default: the model's). max_num_seqs: requests resident at a time.
     kv_cache_memory_bytes: of the whole cache, tables and windows included (default: 1 GiB, or what one request of
-        `max_model_len` tokens takes in
-        the pool's most precise format, if that is more).
-    conditioning: `full`, `bias` or `none`, see `siftkv.cache.conditioning`. kernels: `auto`, `numba` or `reference`.
+        `max_model_len` tokens takes in the pool's most precise format, if that is more).
+    conditioning: `full`, `bias` or `none`, see `siftkv.cache.conditioning`; `full` also folds
+        `siftkv.models.values` into the model's weights, in place. kernels: `auto`, `numba` or `reference`.
     preemption: `swap` or `recompute` what is evicted when pages run out; swap_space_bytes bounds the former.
     enforce_eager: on a GPU, run decode steps without CUDA graphs.
     max_window, sink_rows: the largest `window` and `sinks` that a request's policy may ask for (default: those of `kv`,
@@ -87,12 +90,14 @@ class LLM:
             [decoder.key_spread(i) for i in range(config.num_layers)],
             conditioning,
         )
+        if conditioning == "full":
+            condition_values(decoder, self.conditioning.rotation)
         spec = plan_spec(
             config,
             decoder.dtype,
             PoolRequest(
                 policy=self.kv,
-                formats=tuple(formats),
+                formats=(formats,) if isinstance(formats, str) else tuple(formats),
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 memory_bytes=kv_cache_memory_bytes,
@@ -119,6 +124,7 @@ class LLM:
         if self.cache.kernels.DEFERS_FAULTS and not enforce_eager:
             self.engine.runner.graphs = DecodeGraphs(decoder, self.cache)
         self.engine.bind(self.kv)
+        self._streams: dict[str, deque[StreamChunk]] = {}
 
     @property
     def tokenizer(self) -> Any:
@@ -140,8 +146,8 @@ class LLM:
 
         prompts: one prompt or several, each a string or token ids. sampling_params, kv: one for all, or one a prompt.
         Raises RequestError, PolicyError or FormatError before anything runs when a request is invalid. When a request
-        fails while it runs (NumericsError,
-        OutOfPages), the others are finished first; the exception's `outputs` holds what was generated.
+        fails while it runs (NumericsError, OutOfPages), the others are finished first; the exception's `outputs` holds
+        what was generated.
         """
         batch = _as_list(prompts)
         if not batch:
@@ -155,7 +161,7 @@ class LLM:
             for prompt, param, policy in zip(batch, params, policies, strict=True):
                 ids.append(self._add(prompt, param, policy))
             while any(s.finish_reason is None for i in ids for s in self.engine.sequences(i)):
-                self.engine.step()
+                self._step()
             return self._collect(ids)
         finally:
             for request_id in ids:
@@ -166,17 +172,34 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, kv: Kv | None = None
     ) -> Iterator[StreamChunk]:
         """Run one prompt and yield what each step adds. Closing the iterator cancels the request and gives its pages
-        back.
+        back. Streams and calls of `generate` may be interleaved.
+
+        An invalid request raises here, before the first chunk is asked for.
         """
-        policy = parse_policy(kv if kv is not None else self.kv)
-        request_id = self._add(prompt, sampling_params or SamplingParams(), policy)
+        params, policy = sampling_params or SamplingParams(), parse_policy(kv if kv is not None else self.kv)
+        self._check(prompt, params, policy)
+        return self._stream(prompt, params, policy)
+
+    def _stream(self, prompt: Prompt, params: SamplingParams, policy: Policy) -> Iterator[StreamChunk]:
+        request_id = self._add(prompt, params, policy)
+        chunks = self._streams[request_id] = deque()
         try:
-            while any(s.finish_reason is None for s in self.engine.sequences(request_id)):
-                yield from (chunk for chunk in self.engine.step() if chunk.request_id == request_id)
+            while chunks or any(s.finish_reason is None for s in self.engine.sequences(request_id)):
+                if chunks:
+                    yield chunks.popleft()
+                else:
+                    self._step()
             _raise_first(self.engine.sequences(request_id), None)
         finally:
+            del self._streams[request_id]
             self.engine.abort(request_id)
             self.engine.forget(request_id)
+
+    def _step(self) -> None:
+        """One step of the engine; what it adds to open streams waits for them."""
+        for chunk in self.engine.step():
+            if chunk.request_id in self._streams:
+                self._streams[chunk.request_id].append(chunk)
 
     def chat_prompt(self, messages: SequenceOf[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation in the model's chat template, up to where the assistant answers.
@@ -204,16 +227,28 @@ class LLM:
         return self.generate([self.chat_prompt(messages)], sampling_params, kv)[0]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, special tokens as the tokenizer adds them."""
+        """Token ids of a prompt, special tokens as the tokenizer adds them.
+
+        Raises RequestError for anything but text or whole numbers.
+        """
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
-        return list(prompt)
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(ids, SequenceOf) or not all(isinstance(t, Integral) and not isinstance(t, bool) for t in ids):
+            raise RequestError(f"a prompt is a string or a list of token ids (whole numbers), not {str(prompt)[:60]!r}")
+        return [int(t) for t in ids]
 
     def _add(self, prompt: Prompt, params: SamplingParams, policy: Policy) -> str:
+        ids = self._check(prompt, params, policy)
+        return self.engine.add(ids, params, policy, prompt if isinstance(prompt, str) else None)
+
+    def _check(self, prompt: Prompt, params: SamplingParams, policy: Policy) -> list[int]:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        text = prompt if isinstance(prompt, str) else None
-        return self.engine.add(self.encode(prompt), params, policy, text)
+        ids = self.encode(prompt)
+        self.engine.check_prompt(ids)
+        self.engine.bind(policy)
+        return ids
 
     def _collect(self, ids: list[str]) -> list[RequestOutput]:
         outputs, failed = [], []
@@ -240,10 +275,12 @@ def _raise_first(sequences: list[Sequence], outputs: list[RequestOutput] | None)
 def _as_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(x, int) for x in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be strings or lists of token ids, not {type(prompts).__name__}")
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(x, Integral) for x in items):
+        return [items]
+    return items
 
 
 def _spread(value: Any, count: int, name: str) -> list[Any]:

@@ -8,11 +8,14 @@ from siftkv.cache import KVCache
 from siftkv.engine.outputs import DROPPED, KVReport
 
 
-def kv_report(cache: KVCache, slot: int, policy: str, peak_bytes: int) -> KVReport:
-    """Report on the request in `slot`: its pages, its window and its share of every side buffer are counted."""
+def kv_report(cache: KVCache, slot: int, policy: str, earlier_peak: int = 0) -> KVReport:
+    """Report on the request in `slot`: its pages, its window and its share of every side buffer are counted.
+
+    earlier_peak: bytes that it held at most before it was prefilled again.
+    """
     state, spec = cache.state, cache.spec
     seen = int(state.seen[slot])
-    stored = state.lengths[slot].long()
+    stored = state.lengths[slot].long() * (seen > 0)  # of a prompt that failed half-way no token counts as seen
     in_ring = max(0, seen - int(state.window_start[slot]))
     window = torch.full(stored.shape[:2], min(seen, int(state.sinks[slot])) + in_ring)
     dropped = seen - window - stored.sum(-1).cpu()
@@ -24,7 +27,7 @@ def kv_report(cache: KVCache, slot: int, policy: str, peak_bytes: int) -> KVRepo
         policy=policy,
         tokens_seen=seen,
         physical_bytes=held,
-        peak_bytes=max(peak_bytes, held),
+        peak_bytes=max(earlier_peak, held, int(cache.peak_bytes(slots)[0])),
         bf16_bytes=spec.bf16_bytes(seen),
         tokens_by_tier=dict(zip(names, columns.sum((0, 1)).tolist(), strict=True)),
         pages=int(cache.pages_held(slots)[0]),

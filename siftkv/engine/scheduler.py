@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +17,7 @@ Preemption = Literal["swap", "recompute"]
 
 _ESTIMATE_MARGIN = 1.1
 _LEARNING_RATE = 0.3
+_REMEMBERED_POLICIES = 256
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Scheduler:
     """First come, first served. Prompts go first while pages are free; the newest running sequence is preempted first.
 
     preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last;
-        `recompute`, and the fallback, prefills the
-    prompt again and feeds the generated tokens through the decode policy.
+        `recompute`, and the fallback, prefills the prompt again and feeds the generated tokens through the decode
+        policy.
     """
 
     def __init__(
@@ -47,7 +49,13 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.swapped: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._page_share: dict[str, float] = {}
+        self._page_share: OrderedDict[Hashable, float] = OrderedDict()
+        self._hold_prompts = False
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Host bytes that preempted requests take now."""
+        return sum(s.swapped.nbytes for s in self.swapped if s.swapped is not None)
 
     @property
     def has_work(self) -> bool:
@@ -61,11 +69,21 @@ class Scheduler:
         takes them back.
         """
         self._resume()
-        prompts = self._admit() if not self.swapped else []
+        prompts = [] if self.swapped or (self._hold_prompts and self.running) else self._admit()
         if prompts:
             return Batch(prefill=prompts)
+        self._hold_prompts = False
         failed = self._make_room()
         return Batch(decode=list(self.running), failed=failed)
+
+    def wants_turn(self, free_pages: int) -> bool:
+        """Whether a request that waits could probably start now; `free_pages` as last heard of."""
+        if not self.cache.free_slots:
+            return False
+        if self.swapped:
+            first = self.swapped[0].swapped
+            return first is not None and first.num_pages + self.cache.spec.head_slots <= free_pages
+        return bool(self.waiting) and self._expected_pages(self.waiting[0]) <= free_pages
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it stands, and give its pages back."""
@@ -76,32 +94,45 @@ class Scheduler:
             self.cache.release([sequence.slot])
         sequence.slot, sequence.swapped, sequence.status = -1, None, Status.FINISHED
 
-    def requeue(self, sequence: Sequence) -> bool:
-        """Take back a prompt for which pages ran out during prefill. False when nothing else holds pages, so that
-        waiting cannot help.
+    def requeue(self, sequences: list[Sequence], admitted: int) -> list[Sequence]:
+        """Take back prompts for which pages ran out during prefill, of a batch of `admitted`; their order is kept.
+
+        Prompts wait until a decode step has run or something has ended. Returns those that can never fit: a prompt that
+        had the whole pool to itself.
         """
-        self.running.remove(sequence)
-        self.cache.release([sequence.slot])
-        sequence.slot, sequence.status = -1, Status.WAITING
-        sequence.prefill_failures += 1
-        self.waiting.appendleft(sequence)
-        return bool(self.running or self.swapped)
+        hopeless = []
+        for sequence in reversed(sequences):
+            self.running.remove(sequence)
+            self.cache.release([sequence.slot])
+            sequence.slot, sequence.status = -1, Status.WAITING
+            sequence.prefill_failures += 1
+            if admitted == 1 and not self.running and not self.swapped:
+                hopeless.append(sequence)
+            else:
+                self.waiting.appendleft(sequence)
+        self._hold_prompts = True
+        return hopeless
 
     def learn(self, sequence: Sequence, pages: int) -> None:
         """Remember what share of the worst case a prompt under this policy really took."""
         worst = self._worst_pages(sequence)
         if worst:
-            known = self._page_share.get(sequence.policy.name, 1.0)
+            known = self._page_share.pop(sequence.policy.key, 1.0)
             share = pages / worst
-            self._page_share[sequence.policy.name] = max(share, known + _LEARNING_RATE * (share - known))
+            self._page_share[sequence.policy.key] = max(share, known + _LEARNING_RATE * (share - known))
+            if len(self._page_share) > _REMEMBERED_POLICIES:
+                self._page_share.popitem(last=False)
 
     def _worst_pages(self, sequence: Sequence) -> int:
-        spec = self.cache.spec
-        tokens = len(sequence.prompt_ids) - sequence.policy.policy.window - sequence.policy.policy.sinks
-        return spec.head_slots * max(0, -(-tokens // sequence.policy.tokens_a_page))
+        """All tokens in the policy's largest format, and a part page in each of its other tiers, in every head."""
+        policy = sequence.policy
+        tokens = len(sequence.prompt_ids) + len(sequence.output_ids) - policy.policy.window - policy.policy.sinks
+        if tokens <= 0:
+            return 0
+        return self.cache.spec.head_slots * (-(-tokens // policy.tokens_a_page) + policy.tiers_used - 1)
 
     def _expected_pages(self, sequence: Sequence) -> int:
-        share = 1.0 if sequence.prefill_failures else self._page_share.get(sequence.policy.name, 1.0)
+        share = 1.0 if sequence.prefill_failures else self._page_share.get(sequence.policy.key, 1.0)
         return int(self._worst_pages(sequence) * min(1.0, share * _ESTIMATE_MARGIN))
 
     def _slots(self, sequences: list[Sequence]) -> torch.Tensor:
@@ -129,12 +160,16 @@ class Scheduler:
             expected = self._expected_pages(sequence)
             tokens += len(sequence.prompt_ids)
             alone = not self.running and not prompts
+            if prompts and sequence.prefill_failures:  # it failed beside others: the next try is by itself
+                break
             if not alone and (expected > free or (prompts and tokens > self.max_batched_tokens)):
                 break
             free -= expected
             sequence.slot = self.cache.admit(sequence.policy.rule)
             sequence.status, sequence.fed = Status.RUNNING, 0
             prompts.append(self.waiting.popleft())
+            if sequence.prefill_failures:
+                break
         self.running.extend(prompts)
         return prompts
 
@@ -156,13 +191,12 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         victim.preemptions += 1
-        in_use = sum(s.swapped.nbytes for s in self.swapped if s.swapped is not None)
-        pages = int(self.cache.pages_held(self._slots([victim]))[0])
-        if self.preemption == "swap" and in_use + pages * self.cache.spec.page_bytes <= self.swap_bytes:
+        if self.preemption == "swap" and self.swapped_bytes + self.cache.swap_bytes(victim.slot) <= self.swap_bytes:
             victim.swapped, victim.slot = self.cache.swap_out(victim.slot), -1
             victim.status = Status.SWAPPED
             self.swapped.appendleft(victim)
             return
+        victim.peak_bytes = max(victim.peak_bytes, int(self.cache.peak_bytes(self._slots([victim]))[0]))
         self.cache.release([victim.slot])
         victim.slot, victim.fed, victim.status = -1, 0, Status.WAITING
         self.waiting.appendleft(victim)

@@ -27,8 +27,8 @@ class Sequence:
     """A completion: what was asked, what was generated, and where it stands.
 
     fed: how many of `output_ids` have gone through the decode path. A new token is drawn when all have; after a
-        preemption by recomputation
-    the prompt is prefilled again and the generated tokens are fed again, through the same decode policy.
+        preemption by recomputation the prompt is prefilled again and the generated tokens are fed again, through the
+        same decode policy.
     """
 
     request_id: str

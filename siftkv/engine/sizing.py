@@ -23,7 +23,7 @@ class PoolRequest:
     """What a user asks of a cache; None where it is to be chosen.
 
     positions: whether quantised tiers store positions in any case. gpu: page sizes for a GPU, and a slot for the empty
-    rows of a captured batch.
+        rows of a captured batch.
     """
 
     policy: Policy
@@ -42,8 +42,11 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
     that holds nothing.
     """
     dense = dense_name(dtype)
-    extra = [_declared(TierFormat.parse(name)) for name in asked.formats]
-    tiers = merge_tiers([*asked.policy.tiers(dense), *extra], asked.positions)
+    extra = [_declared(TierFormat.parse(dense if name == "bf16" else name)) for name in asked.formats]
+    own = asked.policy.tiers(dense)
+    if any(not tier.format.dense for tier in extra):  # requests under other policies will come, and may read scores
+        own = tuple(_declared(tier.format) for tier in own)
+    tiers = merge_tiers([*own, *extra], asked.positions)
     spec = CacheSpec(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -80,7 +83,7 @@ def planned_bytes(spec: CacheSpec, conditioning: Conditioning) -> int:
     a_head = 4 * -(-tiers // 2) * spec.table_width + 4 * tiers  # page table, lengths
     a_head += 2 * rows * spec.head_dim * spec.dtype.itemsize + 4 * rows  # window keys, values, scores
     a_head += (4 + 4) * tiers  # thresholds and caps
-    a_slot = a_head * heads + 6 * 8 + 1  # seen, window_start, sinks, window, refresh, catch_up; not_finite
+    a_slot = a_head * heads + 7 * 8 + 1  # seen, window_start, sinks, window, refresh, catch_up, peak_pages; not_finite
     shared = 2 * 8 + sum(
         t.numel() * t.element_size() for t in vars(conditioning).values() if isinstance(t, torch.Tensor)
     )

@@ -4,8 +4,7 @@ Plain data, no behaviour. `siftkv.cache` owns a `CacheState`; every kernel body 
 first argument.
 
 Legend: S request slots, L layers, H kv heads, T tiers, R window rows, D head_dim, B requests in a batch, G query heads
-a kv head.
-A *head slot* is one (slot, layer, kv head). Tiers are ordered from most to least precise.
+a kv head. A *head slot* is one (slot, layer, kv head). Tiers are ordered from most to least precise.
 """
 
 from __future__ import annotations
@@ -48,15 +47,12 @@ class CacheState:
     layouts: one `PageLayout` a tier.
     pages: `[num_pages, page_bytes]` uint8.
     free_ring: `[num_pages]` int32, page ids; `counters`: `[2]` int64, (taken, returned), which only grow. Entry `i %
-        num_pages` of the ring for
-        `taken <= i < returned` is a free page, so full and empty differ.
+        num_pages` of the ring for `taken <= i < returned` is a free page, so full and empty differ.
     page_table: `[S, L, H, ceil(T/2), width]` int32, -1 where empty: tier `t` stands in row `t // 2`, from the left when
-        `t` is even and from the
-        right when it is odd.
+        `t` is even and from the right when it is odd.
     lengths: `[S, L, H, T]` int32, tokens a tier. Pages held are exactly `ceil(length / tokens a page)`.
     window_k, window_v: `[S, L, H, sink_rows + R, D]` in the model's dtype: the first tokens, then a ring of the most
-        recent ones. A token at
-        position `p` stands in row `p` when `p < sinks[slot]`, else in row `sink_rows + p % R`.
+        recent ones. A token at position `p` stands in row `p` when `p < sinks[slot]`, else in row `sink_rows + p % R`.
     window_score: `[S, L, H, sink_rows + R]` fp32, mean attention of the tokens in the window.
     seen: `[S]` int64, tokens so far; window_start: `[S]` int64, the position of the oldest token in the ring (at least
         `sinks`).
@@ -65,6 +61,7 @@ class CacheState:
     catch_up: `[S]` int64, how many stale tokens of each head slot may be examined in a step besides the one that leaves
         the window.
     not_finite: `[S]` bool, whether NaN or infinity was met in the prompt; only kernels that defer faults set it.
+    peak_pages: `[S]` int64, the most pages that the request held at the end of any step.
     scratch: what a kernel body derives once from these tensors (views, work space); never part of the cache's content.
     alpha: `[S, L, H, T]` fp32 and cap `[S, L, H, T]` int32: the decode rule, see `siftkv.policies.base.DecodeRule`.
     """
@@ -88,6 +85,7 @@ class CacheState:
     alpha: Tensor
     cap: Tensor
     not_finite: Tensor
+    peak_pages: Tensor
     conditioning: Conditioning
     scratch: dict[str, Any] = field(default_factory=dict)
 

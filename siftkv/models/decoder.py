@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from siftkv.kernels.fused import add_rms_norm, rms_norm
 from siftkv.models.config import ModelConfig
-from siftkv.models.layer import DecoderLayer, empty_weight, rms_norm
+from siftkv.models.layer import DecoderLayer, empty_weight
 from siftkv.models.rope import RotaryTable
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -39,6 +40,8 @@ class Decoder(torch.nn.Module):
         self.embedding = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.final_norm = empty_weight(config.hidden_size, dtype=dtype, device=device)
         self.head = self.embedding
+        self.values_conditioned = False
+        """Whether `siftkv.models.values.condition_values` has been folded into the weights."""
         if not config.tie_embeddings:
             self.head = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         for index, layer in enumerate(self.layers):
@@ -60,12 +63,15 @@ class Decoder(torch.nn.Module):
         lengths: [T] integers, read by models with dynamic NTK only: see `RotaryTable.gather`.
         """
         cos, sin = self.rotary.gather(positions, lengths)
-        x = F.embedding(token_ids, self.embedding)
-        for index, layer in enumerate(self.layers):
+        eps, x = self.config.rms_norm_eps, F.embedding(token_ids, self.embedding)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
+        normed = rms_norm(x, self.layers[0].input_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             # Unnamed, so that this layer's keys and values are gone before the next layer's exist.
-            x = x + layer.output(attend(index, *layer.project(x, cos, sin)))
-            x = x + layer.mlp(x)
-        return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+            attended = layer.output(attend(index, *layer.project(normed, cos, sin)))
+            x, normed = add_rms_norm(x, attended, layer.mlp_norm, eps)
+            x, normed = add_rms_norm(x, layer.mlp(normed), next_norm, eps)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden[M, hidden_size] of `forward` -> [M, vocab_size] float32."""

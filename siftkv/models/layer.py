@@ -10,8 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from siftkv.kernels.fused import rotate, swiglu
 from siftkv.models.config import ModelConfig
-from siftkv.models.rope import apply_rotary
+
+_MLP_ROWS = 1024
+"""Rows of a prompt that pass through a CPU's MLP at a time, so that the inner activations, the largest of all, neither
+leave the caches nor come from fresh pages.
+"""
 
 
 class DecoderLayer:
@@ -28,7 +33,6 @@ class DecoderLayer:
         "gate_up_bias",
         "head_dim",
         "input_norm",
-        "intermediate_size",
         "mlp_norm",
         "num_heads",
         "num_qk_heads",
@@ -51,7 +55,6 @@ class DecoderLayer:
         self.num_heads = config.num_heads
         self.num_qk_heads = config.num_heads + config.num_kv_heads
         self.head_dim = dim
-        self.intermediate_size = inner
         self.eps = config.rms_norm_eps
         self.num_qkv_heads = self.num_qk_heads + config.num_kv_heads
         rows = self.num_qkv_heads * dim
@@ -73,16 +76,15 @@ class DecoderLayer:
         return {name: value for name, value in values.items() if isinstance(value, Parameter)}
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x[T, E] -> q[T, Hq, D], k[T, H, D], v[T, H, D].
+        """x[T, E], normed by `input_norm` -> q[T, Hq, D], k[T, H, D], v[T, H, D].
 
         q and k are normed over D where the model does so, then turned by cos and sin [T, 1, D].
         """
-        qkv = F.linear(rms_norm(x, self.input_norm, self.eps), self.qkv, self.qkv_bias)
-        qkv = qkv.view(x.shape[0], self.num_qkv_heads, self.head_dim)
+        qkv = F.linear(x, self.qkv, self.qkv_bias).view(x.shape[0], self.num_qkv_heads, self.head_dim)
         qk = qkv[:, : self.num_qk_heads]
         if self.qk_norm is not None:
             qk = torch.rms_norm(qk, (self.head_dim,), None, self.eps) * self.qk_norm
-        qk = apply_rotary(qk, cos, sin)
+        qk = rotate(qk, cos, sin)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, self.num_qk_heads :]
 
     def output(self, attended: Tensor) -> Tensor:
@@ -90,32 +92,15 @@ class DecoderLayer:
         return F.linear(attended.flatten(1), self.o, self.o_bias)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """SwiGLU: x[T, E] -> [T, E]."""
-        gate_up = F.linear(rms_norm(x, self.mlp_norm, self.eps), self.gate_up, self.gate_up_bias)
-        gated = F.silu(gate_up[:, : self.intermediate_size]).mul_(gate_up[:, self.intermediate_size :])
-        return F.linear(gated, self.down, self.down_bias)
+        """SwiGLU: x[T, E], normed by `mlp_norm` -> [T, E]."""
+        if x.device.type != "cpu" or x.shape[0] <= _MLP_ROWS:
+            return self._mlp(x)
+        return torch.cat([self._mlp(part) for part in x.split(_MLP_ROWS)])
 
-
-_FUSED_NORM_ROWS = 64
-"""Above this PyTorch's fused norm, which widens all of x, costs a CPU three times what a reduction and two in-place
-passes do.
-"""
+    def _mlp(self, x: Tensor) -> Tensor:
+        return F.linear(swiglu(F.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: str | torch.device) -> Parameter:
     """An uninitialised weight without gradient."""
     return Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype.
-
-    Like `transformers`, the norm is computed in float32 and rounded to x's dtype before the weight is applied.
-    """
-    if x.dtype is torch.float32:
-        return torch.rms_norm(x, weight.shape, weight, eps)
-    if x.shape[0] <= _FUSED_NORM_ROWS:
-        return torch.rms_norm(x, weight.shape, None, eps) * weight
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    inverse = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x, inverse, out=torch.empty_like(x)).mul_(weight)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from siftkv.kernels.fused import rotate
 from siftkv.models.config import ModelConfig
 from siftkv.models.rope_config import RopeConfig
 
@@ -41,7 +42,7 @@ class RotaryTable:
         self._inv_freq, self.cos, self.sin = (t.to(device) for t in (self._inv_freq, self.cos, self.sin))
 
     def gather(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Factors for `apply_rotary` at positions[T] (integers): cos and signed sin, both [T, 1, D] float32.
+        """Factors for `siftkv.kernels.fused.rotate` at positions[T] (int64): cos and signed sin, both [T, 1, D] fp32.
 
         `lengths` [T]: the length of each token's request, read by dynamic NTK only; the prompt's length for a token of
         the prompt, position + 1 (the default) for a generated one.
@@ -53,9 +54,13 @@ class RotaryTable:
         return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
 
     def rotate(self, x: Tensor, positions: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Turn x[T, heads, D] to positions[T]; computed in float32, returned in x's dtype. `lengths` as in `gather`."""
+        """Turn x[T, heads, D] to positions[T]; computed in float32, returned in x's dtype. `lengths` as in `gather`.
+
+        `transformers` rounds cos and sin to the model's dtype first, which in 16 bits puts keys up to 0.4 % off their
+        true phase.
+        """
         cos, sin = self.gather(positions, lengths)
-        return apply_rotary(x, cos, sin)
+        return rotate(x, cos, sin)
 
     def _cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self._dynamic_frequencies(lengths) if self._rope.type == "dynamic" else self._inv_freq
@@ -70,15 +75,6 @@ class RotaryTable:
         base = self._rope.theta * stretch ** (dim / (dim - 2))
         exponents = torch.arange(0, dim, 2, device=lengths.device).float() / dim
         return 1.0 / base.unsqueeze(-1) ** exponents
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x[T, heads, D] turned by the factors of `RotaryTable.gather`: a new contiguous tensor of x's dtype.
-
-    The arithmetic is float32. `transformers` rounds cos and sin to the model's dtype first, which in 16 bits puts keys
-    up to 0.4 % off their true phase.
-    """
-    return (x * cos).addcmul_(torch.roll(x, x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def _inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:

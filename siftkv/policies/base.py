@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from siftkv.errors import PolicyError
-from siftkv.formats import Tier
+from siftkv.formats import Tier, TierFormat
 
 DROPPED = -1
 UNLIMITED = 2**31 - 1
@@ -31,9 +31,8 @@ class PromptView:
     """One layer's prompt as a policy sees it.
 
     layer: index. score: fp32 `[H, n]`, mean attention from later queries (zeros if the policy asked for no rows).
-        protected: bool `[n]`, tokens that stay in
-    the window whatever the policy says. v: `[n, H, D]` values, for policies that weigh by their norm. `n` is the whole
-    prompt, token `i` at position `i`.
+        protected: bool `[n]`, tokens that stay in the window whatever the policy says. v: `[n, H, D]` values, for
+        policies that weigh by their norm. `n` is the whole prompt, token `i` at position `i`.
     """
 
     layer: int
@@ -108,14 +107,31 @@ def _plain(value: object) -> str:
     return "per-head" if isinstance(value, (Sequence, Tensor)) and not isinstance(value, str) else f"{value}"
 
 
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise PolicyError unless a setting is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PolicyError(f"{name}={value!r}: use a whole number of {least} or more")
+
+
 def check_window(window: int, sinks: int) -> None:
     """Raise PolicyError unless a policy's window and sinks are usable."""
-    if window < 1:
-        raise PolicyError(
-            f"window={window}: at least 1 recent token is kept, so use a window of 1 or more (the default is 64)"
-        )
-    if sinks < 0:
-        raise PolicyError(f"sinks={sinks}: use 0 or more first tokens")
+    check_whole("window", window, 1)
+    check_whole("sinks", sinks, 0)
+
+
+def check_pair(high: str, low: str) -> None:
+    """Raise PolicyError unless `high` is a more precise format than `low`: tokens go down from one to the other."""
+    formats = []
+    for name, value in (("high", high), ("low", low)):
+        if not isinstance(value, str):
+            raise PolicyError(f"{name}={value!r}: use the name of a format, such as k8v4")
+        formats.append(TierFormat.parse(value))
+    if formats[0] == formats[1]:
+        raise PolicyError(f"high and low are both {high}: use two formats, or uniform:{high} for one")
+    if formats[0].precision <= formats[1].precision:
+        raise PolicyError(f"high={high} is not more precise than low={low}: swap them")
+    if formats[1].key_bits < 4:
+        raise PolicyError(f"low={low}: keys of fewer than 4 bits destroy a model, drop such tokens instead (alpha_low)")
 
 
 Setting = float | Sequence[float] | Sequence[Sequence[float]]

@@ -2,10 +2,9 @@
 importance.
 
 Source: "DiffKV: Differentiated Memory Management for Large Language Models with Parallel KV Compaction" (SOSP 2025,
-arXiv 2412.03131), section 4.
-What differs from the paper, on purpose: the recent window is kept at 16 bits; the first `sinks` tokens are never
-dropped (sinks=0 is the paper); keys are
-conditioned before they are quantised (a setting of the engine, not of the policy).
+arXiv 2412.03131), section 4. What differs from the paper, on purpose: the recent window is kept at 16 bits; the first
+`sinks` tokens are never dropped (sinks=0 is the paper); keys are conditioned before they are quantised (a setting of
+the engine, not of the policy).
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from siftkv.policies.base import (
     Policy,
     PromptView,
     Setting,
+    check_pair,
+    check_whole,
     check_window,
     expand,
 )
@@ -36,10 +37,9 @@ class DiffKV(Policy):
     """DiffKV's three fates of a token.
 
     A prompt token at position `i` whose mean attention from later queries is at least `alpha_high / (i + 1)` is kept in
-    format `high`, one that
-    reaches `alpha_low / (i + 1)` in format `low`, others are dropped. At each decode step the token that leaves the
-    window is classed against `alpha / N`, then
-    the weakest token of the tier it entered is examined and moves down if it falls short.
+    format `high`, one that reaches `alpha_low / (i + 1)` in format `low`, others are dropped. At each decode step the
+    token that leaves the window is classed against `alpha / N`, then the weakest token of the tier it entered is
+    examined and moves down if it falls short.
 
     alpha_high, alpha_low: one number, one a layer, or one a layer and kv head; 0 <= alpha_low <= alpha_high.
         alpha_low=0 never drops.
@@ -47,7 +47,8 @@ class DiffKV(Policy):
     importance: `all` = mean over all later queries, `window` = over the last `observe` queries of the prompt.
     sample: with `all`, the prompt's mean is estimated from every `sample`-th query row and all of the last 256; 1 =
         every row.
-    interval: scores are refreshed at every `interval`-th position while decoding; 1 = the paper.
+    interval: scores are refreshed at every `interval`-th position while decoding; 1 = the paper. Never less often than
+        once in `window` positions, so that no token leaves the window unmeasured.
     catch_up: 1 = in each step the weakest token of every tier is examined, also where no token entered, so that pages
         shrink as thresholds pass tokens by.
     """
@@ -69,18 +70,16 @@ class DiffKV(Policy):
     def __post_init__(self) -> None:
         check_window(self.window, self.sinks)
         for name in ("sample", "observe", "interval"):
-            if getattr(self, name) < 1:
-                raise PolicyError(f"{name}={getattr(self, name)}: use 1 or more")
+            check_whole(name, getattr(self, name), 1)
         if self.catch_up not in (0, 1):
             raise PolicyError(f"catch_up={self.catch_up}: use 0 or 1")
         if self.importance not in ("all", "window"):
             raise PolicyError(f"importance={self.importance!r}: use all or window")
         self._check_thresholds()
-        if TierFormat.parse(self.high) == TierFormat.parse(self.low):
-            raise PolicyError(f"high and low are both {self.high}: use two formats, or uniform:{self.high} for one")
+        check_pair(self.high, self.low)
 
     def _check_thresholds(self) -> None:
-        high, low = (_column(x) for x in (self.alpha_high, self.alpha_low))
+        high, low = (_column(name, getattr(self, name)) for name in ("alpha_high", "alpha_low"))
         for name, value in (("alpha_high", high), ("alpha_low", low)):
             if not bool(torch.isfinite(value).all()) or bool((value < 0).any()):
                 raise PolicyError(f"{name}={getattr(self, name)}: use a finite number, 0 or more")
@@ -107,21 +106,28 @@ class DiffKV(Policy):
         relative = prompt.score * (prompt.position + 1)
         tier = torch.full(prompt.score.shape, DROPPED, dtype=torch.int8, device=prompt.score.device)
         for index, setting in reversed(list(enumerate((self.alpha_high, self.alpha_low)))):
-            alpha = self._of_layer(setting, prompt.layer, heads).to(prompt.score.device)
+            alpha = _of_layer(setting, prompt.layer, heads).to(prompt.score.device)
             tier[relative >= alpha[:, None]] = index
         return tier
-
-    def _of_layer(self, setting: Setting, layer: int, heads: int) -> Tensor:
-        value = torch.as_tensor(setting, dtype=torch.float32)
-        return (value if value.ndim == 0 else value[layer]).expand(heads)
 
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
         alpha = [expand(getattr(self, name), name, num_layers, num_kv_heads) for name in ("alpha_high", "alpha_low")]
         stacked = torch.stack(alpha, -1)
-        return DecodeRule(stacked, torch.full(stacked.shape, UNLIMITED), self.interval, self.catch_up)
+        return DecodeRule(stacked, torch.full(stacked.shape, UNLIMITED), min(self.interval, self.window), self.catch_up)
 
 
-def _column(setting: Setting) -> Tensor:
+def _column(name: str, setting: Setting) -> Tensor:
     """A threshold as fp64, one a layer as a column, so that it lines up with one a layer and head."""
-    value = torch.as_tensor(setting, dtype=torch.float64)
+    try:
+        value = torch.as_tensor(setting, dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise PolicyError(f"{name}={setting!r}: use a number, one a layer, or one a layer and kv head") from None
     return value[:, None] if value.ndim == 1 else value
+
+
+def _of_layer(setting: Setting, layer: int, heads: int) -> Tensor:
+    """fp32 `[H]` of one layer; a single row or column stands for all, as in `expand`."""
+    value = torch.as_tensor(setting, dtype=torch.float32)
+    if value.ndim == 0:
+        return value.expand(heads)
+    return value[min(layer, len(value) - 1)].expand(heads)

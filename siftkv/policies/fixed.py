@@ -12,7 +12,7 @@ from torch import Tensor
 
 from siftkv.errors import PolicyError
 from siftkv.formats import Tier, TierFormat
-from siftkv.policies.base import DROPPED, DecodeRule, Policy, PromptView, check_window
+from siftkv.policies.base import DROPPED, DecodeRule, Policy, PromptView, check_pair, check_whole, check_window
 from siftkv.policies.importance import sampled_rows
 
 
@@ -22,8 +22,7 @@ class Fixed(Policy):
     dropped.
 
     A prompt is cut by rank of importance. While decoding, the tiers may hold their shares of `length` tokens a head:
-    what comes in
-    beyond that displaces the weakest, high to low to gone.
+    what comes in beyond that displaces the weakest, high to low to gone.
     """
 
     name: ClassVar[str] = "fixed"
@@ -46,10 +45,8 @@ class Fixed(Policy):
                 "between 0 and 1 that add up to 1 at most"
             )
         for name in ("length", "sample", "interval"):
-            if getattr(self, name) < 1:
-                raise PolicyError(f"{name}={getattr(self, name)}: use 1 or more")
-        if TierFormat.parse(self.high) == TierFormat.parse(self.low):
-            raise PolicyError(f"high and low are both {self.high}: use two formats")
+            check_whole(name, getattr(self, name), 1)
+        check_pair(self.high, self.low)
 
     def tiers(self, dense: str) -> tuple[Tier, ...]:
         return (Tier(TierFormat.parse(self.high)), Tier(TierFormat.parse(self.low)))
@@ -69,4 +66,4 @@ class Fixed(Policy):
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
         cap = torch.tensor([round(share * self.length) for share in (self.high_share, self.low_share)])
         shape = (num_layers, num_kv_heads, 2)
-        return DecodeRule(torch.zeros(shape), cap.expand(shape).clone(), self.interval)
+        return DecodeRule(torch.zeros(shape), cap.expand(shape).clone(), min(self.interval, self.window))

@@ -14,8 +14,7 @@ def sampled_rows(length: int, sample: int = 8, tail: int = TAIL) -> tuple[Tensor
     weights fp32 `[M]`.
 
     A sampled row stands for `sample` rows. `sample=1` is the exact mean over all later queries. The choice depends on
-    positions only, so that
-    a prompt gets the same scores alone, in a batch and in chunks.
+    positions only, so that a prompt gets the same scores alone, in a batch and in chunks.
     """
     position = torch.arange(length)
     mixed = (position * 0x9E3779B1 & 0xFFFFFFFF) * 0x85EBCA6B & 0xFFFFFFFF

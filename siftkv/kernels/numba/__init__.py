@@ -1,13 +1,14 @@
 """Every kernel compiled for the CPU, on NumPy views of the cache's tensors; tested against the reference bodies.
 
-What is no hot loop (`release`, `write_window`) is the reference body itself.
+What is no hot loop (`release`) is the reference body itself.
 """
 
 from siftkv.kernels.numba.append import append_tokens
 from siftkv.kernels.numba.attention import decode_attention
 from siftkv.kernels.numba.prompt import prompt_importance
 from siftkv.kernels.numba.sift import sift_step
-from siftkv.kernels.reference import DEFERS_FAULTS, refused_layers, release, write_window
+from siftkv.kernels.numba.window import write_window
+from siftkv.kernels.reference import DEFERS_FAULTS, refused_layers, release
 
 __all__ = [
     "DEFERS_FAULTS",

@@ -152,6 +152,13 @@ def write_token(layout, dim, pool8, pool16, pool32, pool_float, page, token, k, 
     else:
         _write_dense(layout[KIND], k, dim, pool16, pool_float, base + layout[KEY_AT], token)
         _write_dense(layout[KIND], v, dim, pool16, pool_float, base + layout[VALUE_AT], token)
+    write_state(layout, pool16, pool32, page, token, score, position)
+
+
+@inner
+def write_state(layout, pool16, pool32, page, token, score, position):
+    """Score and position of a token, where its tier keeps them."""
+    base = page * layout[PAGE_BYTES]
     if layout[SCORES]:
         pool16[(base + layout[SCORE_AT]) // 2 + token] = score_bits(score)
     if layout[POSITIONS]:

@@ -42,6 +42,25 @@ def words(x: Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:
     return x.view(-1).view(torch.uint16).numpy()
 
 
+def flat(x: Tensor) -> Tensor:
+    """The memory that a strided tensor spans, from its first element on (a view); empty for an empty one."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((span if x.numel() else 0,), (1,))
+
+
+def rows_of(x: Tensor) -> tuple[int, tuple[Any, ...]]:
+    """Keys or values `[n, H, D]` as compiled kernels read them: the kind of their elements, and flat 16-bit words, flat
+    fp32 (empty for 16-bit types), and the strides of tokens and heads in elements. A view stays a view.
+    """
+    if x.dtype not in DENSE_DTYPES.values():
+        x = x.float()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    kind, held = list(DENSE_DTYPES.values()).index(x.dtype), flat(x)
+    floats = held if kind == FP32 else held.new_empty(0, dtype=torch.float32)
+    return kind, (held.view(torch.uint16).numpy(), floats.numpy(), x.stride(0), x.stride(1))
+
+
 @dataclass
 class Views:
     """Views of one `CacheState`, grouped as the compiled kernels take them. `pool` and `window` share memory with the

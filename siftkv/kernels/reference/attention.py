@@ -55,7 +55,8 @@ def decode_attention(state: CacheState, layer: int, slots: Tensor, q: Tensor, k:
     position, valid = window_positions(state, slots, now)
     keys = state.window_k[slots, layer].float()
     logits = [(torch.einsum("bhgd,bhnd->bhgn", query, keys) * scale).masked_fill(~valid[:, None, None], -math.inf)]
-    values = [state.window_v[slots, layer].float()]
+    # Rows that hold nothing may hold NaN of a request that failed, and 0 x NaN is NaN.
+    values = [state.window_v[slots, layer].float().masked_fill(~valid[:, None, :, None], 0.0)]
     for tier in range(len(state.layouts)):
         tier_logits, tier_values = _tier_logits(state, layer, slots, query, tier)
         logits.append(tier_logits * scale)

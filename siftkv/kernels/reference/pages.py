@@ -58,8 +58,16 @@ def extend_tier(state: CacheState, layer: int, slot: int, tier: int, count: Tens
 
 def pages_needed(state: CacheState, lengths: Tensor) -> Tensor:
     """Pages that `lengths` (integer `[..., T]`, tokens a tier) take: int64 `[..., T]`."""
-    tokens = torch.tensor([layout.tokens for layout in state.layouts], device=lengths.device)
-    return -(-lengths.long() // tokens)
+    return -(-lengths.long() // tokens_a_page(state))
+
+
+def tokens_a_page(state: CacheState) -> Tensor:
+    """Tokens a page of every tier, int64 `[T]` on the cache's device (made once: a captured graph may not copy)."""
+    if "tokens_a_page" not in state.scratch:
+        sizes = [layout.tokens for layout in state.layouts]
+        state.scratch["tokens_a_page"] = torch.tensor(sizes, device=state.lengths.device)
+    tokens: Tensor = state.scratch["tokens_a_page"]
+    return tokens
 
 
 DEFERS_FAULTS = False

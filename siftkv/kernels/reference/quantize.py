@@ -1,9 +1,8 @@
 """Quantise tokens to page records and back: the readable reference, vectorised over any leading dimensions.
 
 Asymmetric min/max quantisation per token and sub-group (DiffKV, section 4.1), after RoPE. Scale and zero-point are
-stored in fp16 and codes are
-computed against the *stored* values. The zero-point is rounded down and the scale up, so no value is clipped: the error
-is at most half a stored scale.
+stored in fp16 and codes are computed against the *stored* values. The zero-point is rounded down and the scale up, so
+no value is clipped: the error is at most half a stored scale.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def compact_meta(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
     groups]`.
 
     The scale is an unsigned fp8 (5 exponent, 3 mantissa bits: the upper half of an fp16), rounded up. The centre of the
-    range counts in units of
-    `scale * qmax / 254`, so that every range that contains zero can be named.
+    range counts in units of `scale * qmax / 254`, so that every range that contains zero can be named.
     """
     qmax = 2**bits - 1
     grouped = x.unflatten(-1, (groups, -1))

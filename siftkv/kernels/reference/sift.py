@@ -2,11 +2,9 @@
 layers and heads at once.
 
 Tiers are ordered; a tier accepts a token whose score reaches `alpha / N` (N tokens so far) and that has a positive cap.
-Where a token enters a tier, the
-tier's weakest token is examined: if it scores below the tier's threshold, or the tier would pass its cap, it is
-overwritten by the newcomer and goes on to the
-next tier, and so on; below the last tier it is gone. So a token goes high -> low -> gone (DiffKV, section 4.3), never
-straight down unless it scores so.
+Where a token enters a tier, the tier's weakest token is examined: if it scores below the tier's threshold, or the tier
+would pass its cap, it is overwritten by the newcomer and goes on to the next tier, and so on; below the last tier it is
+gone. So a token goes high -> low -> gone (DiffKV, section 4.3), never straight down unless it scores so.
 
 Plan (scores only), coordinate (prefix sum over the pages that appends need), commit (move the records).
 """
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from siftkv.kernels.reference.condition import condition_keys
-from siftkv.kernels.reference.pages import return_pages, take_pages
+from siftkv.kernels.reference.pages import return_pages, take_pages, tokens_a_page
 from siftkv.kernels.reference.quantize import decode, encode, score_from_bits
 from siftkv.kernels.reference.tokens import is_plain, page_of, pool_as, read_records, state_addresses, write_records
 from siftkv.kernels.state import CacheState, table_column, window_row
@@ -44,8 +42,7 @@ def sift_step(state: CacheState, slots: Tensor, advance: bool = True) -> Tensor:
     token that leaves its window.
 
     advance=False sifts without a new token, for a request that fell behind. Returns bool `[B]`: false where the free
-    pages did not suffice; that
-    request's token stays in the slack of its window, and nothing of what it keeps changed.
+    pages did not suffice; that request's token stays in the slack of its window, and nothing of what it keeps changed.
     """
     state.seen[slots] += int(advance)
     start, seen = state.window_start[slots], state.seen[slots]
@@ -134,7 +131,7 @@ def _coordinate(state: CacheState, slots: Tensor, plans: list[TierPlan]) -> Tens
     `[B]`: served.
     """
     length = state.lengths[slots].long()
-    tokens = torch.tensor([layout.tokens for layout in state.layouts], device=length.device)
+    tokens = tokens_a_page(state)
     need = torch.stack([p.append for p in plans], -1) & (length % tokens == 0)
     served = need.flatten(1).sum(1).cumsum(0) <= state.free_pages()
     need &= served[:, None, None, None]

@@ -1,0 +1,28 @@
+"""Decode steps that overlap: while the GPU computes one, the host takes in what the one before it gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from siftkv.engine.graphs import Landing
+from siftkv.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A greedy decode step that was launched and not yet taken in."""
+
+    sequences: list[Sequence]
+    landing: Landing
+
+
+def flies(sequence: Sequence) -> bool:
+    """Whether a sequence's next token is the likeliest one whatever the host knows: a step need not wait for it."""
+    params = sequence.params
+    simple = params.greedy and not params.penalised and params.logprobs is None and params.min_tokens == 0
+    return simple and sequence.fed == len(sequence.output_ids) - 1
+
+
+def most_pages(sequences: list[Sequence], head_slots: int) -> int:
+    """Pages that one step can take at most, known without asking the device."""
+    return sum(head_slots * (1 + s.policy.rule.catch_up) for s in sequences)

@@ -1,0 +1,114 @@
+"""The decoder's fused arithmetic on a GPU against PyTorch: at most one rounding step apart, alone and in a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from siftkv.kernels import fused
+from siftkv.kernels.cuda import elementwise as fast
+from siftkv.kernels.reference import elementwise as reference
+from siftkv.models import ModelConfig
+from siftkv.models.rope import RotaryTable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+STEP = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""The gap between neighbouring numbers, relative to the smaller one."""
+
+
+def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor, steps: int, least: float) -> None:
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=steps * STEP[found.dtype], atol=least)
+    assert ((found != expected) & (expected.abs() > least)).float().mean() < 0.02
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("rows", "size"), [(1, 4096), (3, 8), (64, 576), (17, 5120), (2, 16384), (5, 32768), (9, 52), (2, 40000)]
+)
+def test_norms_agree(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x, update, weight = normal(rows, size, dtype=dtype), normal(rows, size, dtype=dtype), normal(size, dtype=dtype)
+    # The weight's product rounds what was rounded before.
+    assert_near(fast.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), 2, 1e-6)
+    added, normed = fast.add_rms_norm(x, update, weight, 1e-5)
+    assert torch.equal(added, x + update)
+    assert_near(normed, reference.rms_norm(added, weight, 1e-5), 2, 1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("tokens", "heads", "others"), [(1, 40, 8), (67, 3, 1), (129, 1, 0)])
+def test_rotation_agrees(dim: int, tokens: int, heads: int, others: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    config = ModelConfig("LlamaForCausalLM", 97, 64, 64, 1, 1, 1, dim, 512)
+    cos, sin = RotaryTable(config, 512, "cuda").gather(torch.arange(tokens, device="cuda") * 3)
+    x = normal(tokens, heads + others, dim, dtype=dtype)[:, :heads]
+    found = fast.rotate(x, cos, sin)
+    assert found.is_contiguous()
+    assert_near(found, reference.rotate(x, cos, sin), 1, 1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "size"), [(1, 14336), (64, 1536), (7, 8), (33, 97)])
+def test_swiglu_agrees(rows: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    gate_up = normal(rows, 2 * size, dtype=dtype, scale=4)
+    assert_near(fast.swiglu(gate_up), reference.swiglu(gate_up), 2, 1e-6)
+
+
+@DTYPES
+def test_faults_stay_visible(dtype: torch.dtype) -> None:
+    x, weight = normal(2, 64, dtype=dtype), normal(64, dtype=dtype)
+    x[1, 5] = torch.finfo(dtype).max
+    added, normed = fast.add_rms_norm(x, x, weight, 1e-5)
+    assert torch.isinf(added[1, 5])
+    assert not normed[1, 5].isfinite()
+    assert normed[0].isfinite().all()
+    assert not fast.swiglu(added)[1, 5].isfinite()
+
+
+def test_a_graph_replays_them_in_order() -> None:
+    """Each kernel may start before the one that it reads from has ended."""
+    size, weight = 4096, normal(4096, dtype=torch.bfloat16)
+    x, factors = normal(1, size, dtype=torch.bfloat16), torch.rand(1, 1, 64, device="cuda")
+
+    def chain() -> Tensor:
+        held, normed = x, x
+        for _ in range(20):
+            held, normed = fused.add_rms_norm(held, normed, weight, 1e-5)
+            normed = fused.rotate(normed.view(1, -1, 64), factors, factors).view(1, -1)
+            normed = fused.swiglu(torch.cat([normed, normed], -1))
+        return fused.rms_norm(held, weight, 1e-5)
+
+    expected = chain()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+def test_gpu_bodies_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.dtype] = []
+    swiglu = fast.swiglu
+    monkeypatch.setattr(fast, "swiglu", lambda x: used.append(x.dtype) or swiglu(x))
+    for dtype in (torch.bfloat16, torch.float32):
+        fused.swiglu(normal(2, 64, dtype=dtype))
+    assert used == [torch.bfloat16]
