@@ -98,7 +98,7 @@ def build_case(case: KernelCase) -> tuple[CacheState, Tensor]:
         1, case.kv_heads, case.head_dim, torch.bfloat16, tiers, 1, case.batch, max_len, _WINDOW, _SINKS, page_bytes
     )
     state = KVCache(small, _conditioning(case, max_len), reference).state
-    held = pages_needed(state, lengths)
+    held = pages_needed(state, lengths.to(state.lengths.device)).cpu()
     _fill_pages(state, held.sum((0, 1, 2)).tolist())
     _fill_tables(state, held)
     rule = SlotRule(_WINDOW, _SINKS, torch.zeros(1), torch.zeros(1, dtype=torch.int64), _INTERVAL)

@@ -88,7 +88,7 @@ def test_more_requests_than_slots_and_sampled_ones_among_them() -> None:
 def test_pages_that_run_out_preempt(preemption: str) -> None:
     roomy = open_llm(kv="full", formats=[])
     spec = roomy.cache.spec
-    budget = roomy.cache.usage().allocated + (150 - spec.num_pages) * (spec.page_bytes + 4)
+    budget = roomy.cache.usage().allocated + (420 - spec.num_pages) * (spec.page_bytes + 4)
     llm = open_llm(kv="full", formats=[], kv_cache_memory_bytes=budget, preemption=preemption, check_integrity=True)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     tight = llm.generate(prompts(), params)
