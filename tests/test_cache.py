@@ -272,7 +272,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(actions=ACTIONS, seed=st.integers(0, 1000), pages=st.sampled_from([25, 60, 300]))
 def test_random_schedules_keep_integrity(actions: list[tuple[str, int, int, int]], seed: int, pages: int) -> None:
     """Admit, step, finish, abort half-way and swap in any order, with pages short or plenty: nothing leaks."""

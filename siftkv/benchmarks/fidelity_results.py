@@ -91,8 +91,14 @@ def _mean(parts: list[Summary], text: str) -> Summary:
 
 
 def best_diffkv(summaries: Sequence[Summary]) -> Summary | None:
-    """The diffkv setting with the lowest KL over all texts that holds at most `DIFFKV_RATIO` of the bytes, if any."""
+    """The diffkv setting with the best top-1 agreement over all texts, among those within the bars for bytes and KL.
+
+    Where none is within the bar for KL, the one with the lowest; None where none holds so few bytes.
+    """
     small = [s for s in summaries if s.text == ALL_TEXTS and s.ratio <= DIFFKV_RATIO and is_diffkv(s.kv)]
+    close = [s for s in small if s.mean_kl <= DIFFKV_KL]
+    if close:
+        return max(close, key=lambda s: s.top1)
     return min(small, key=lambda s: s.mean_kl, default=None)
 
 

@@ -162,7 +162,8 @@ class Scheduler:
             alone = not self.running and not prompts
             if prompts and sequence.prefill_failures:  # it failed beside others: the next try is by itself
                 break
-            if not alone and (expected > free or (prompts and tokens > self.max_batched_tokens)):
+            room_for_a_step = self.cache.spec.head_slots
+            if not alone and (expected + room_for_a_step > free or (prompts and tokens > self.max_batched_tokens)):
                 break
             free -= expected
             sequence.slot = self.cache.admit(sequence.policy.rule)
