@@ -372,7 +372,7 @@ def test_odd_prompts_are_named(bad: object) -> None:
     llm = tiny_llm()
     with pytest.raises(RequestError):
         llm.generate(bad)  # type: ignore[arg-type]
-    assert llm.generate([torch.tensor([3, 4])], SamplingParams(max_tokens=2))[0].finish_reason == "length"  # type: ignore[list-item]
+    assert llm.generate([torch.tensor([3, 4])], GREEDY)[0].finish_reason == "length"  # type: ignore[list-item]
 
 
 def test_a_pool_without_scores_is_not_given_to_a_policy_that_reads_them() -> None:
