@@ -6,25 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from siftkv.kernels.state import CacheState
-
-_PER_SLOT = (
-    "page_table",
-    "lengths",
-    "window_k",
-    "window_v",
-    "window_score",
-    "seen",
-    "window_start",
-    "sinks",
-    "window",
-    "refresh",
-    "catch_up",
-    "alpha",
-    "cap",
-    "not_finite",
-    "peak_pages",
-)
+from siftkv.kernels.state import SLOT_TENSORS, CacheState
 
 
 @dataclass(frozen=True)
@@ -55,7 +37,7 @@ def _bytes(tensor: Tensor) -> int:
 def slot_bytes(state: CacheState) -> int:
     """Bytes of one request slot beside its pages: its window and its rows of every table."""
     tensors = state.tensors()
-    return sum(_bytes(tensors[name]) for name in _PER_SLOT) // len(state.seen)
+    return sum(_bytes(tensors[name]) for name in SLOT_TENSORS) // len(state.seen)
 
 
 def request_bytes(state: CacheState, pages: Tensor) -> Tensor:
@@ -69,7 +51,7 @@ def usage(state: CacheState) -> CacheUsage:
     """Physical bytes of the cache, from the tensors themselves."""
     tensors = state.tensors()
     total = sum(_bytes(t) for t in tensors.values())
-    slots = sum(_bytes(tensors[name]) for name in _PER_SLOT)
+    slots = sum(_bytes(tensors[name]) for name in SLOT_TENSORS)
     pool = _bytes(state.pages)
     return CacheUsage(
         allocated=total,

@@ -10,23 +10,9 @@ import torch
 from torch import Tensor
 
 from siftkv.kernels.reference.pages import take_pages
-from siftkv.kernels.state import CacheState
+from siftkv.kernels.state import SLOT_TENSORS, CacheState
 
-_COPIED = (
-    "lengths",
-    "window_k",
-    "window_v",
-    "window_score",
-    "seen",
-    "window_start",
-    "sinks",
-    "window",
-    "refresh",
-    "catch_up",
-    "alpha",
-    "cap",
-    "peak_pages",
-)
+_COPIED = tuple(name for name in SLOT_TENSORS if name != "page_table")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,26 @@ class CacheState:
         return own | shared
 
 
+SLOT_TENSORS = (
+    "page_table",
+    "lengths",
+    "window_k",
+    "window_v",
+    "window_score",
+    "seen",
+    "window_start",
+    "sinks",
+    "window",
+    "refresh",
+    "catch_up",
+    "alpha",
+    "cap",
+    "not_finite",
+    "peak_pages",
+)
+"""Tensors of `CacheState` whose first dimension is the request slot."""
+
+
 def table_column(width: int, tier: int, index: Tensor) -> Tensor:
     """Column of the `index`-th page of a tier in its row of the page table: from the left for even tiers, from the
     right for odd ones.
