@@ -23,7 +23,8 @@ class KVReport:
     tokens_seen: int
     """Tokens that went through the cache: the prompt and the generated tokens that were fed back."""
     physical_bytes: int
-    """Bytes held when the report was made: pages (padding included) and the recent window."""
+    """Bytes held when the report was made: pages (padding included), the window, and its share of
+    every table and side buffer."""
     peak_bytes: int
     """The most bytes held at any time."""
     bf16_bytes: int
