@@ -12,7 +12,7 @@ from siftkv.policies.base import DROPPED
 
 def view(score: torch.Tensor, layer: int = 0) -> PromptView:
     n = score.shape[1]
-    return PromptView(layer, score, torch.zeros(n, dtype=torch.bool), torch.zeros(n, score.shape[0], 8))
+    return PromptView(layer, score[None], torch.zeros(n, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -22,7 +22,7 @@ def test_every_policy_meets_the_contract(name: str) -> None:
     tiers = policy.tiers("bf16")
     assert tiers
     score = torch.rand(3, 50) / 50
-    tier = policy.classify(view(score))
+    tier = policy.classify(view(score))[0]
     assert tier.shape == (3, 50)
     assert tier.dtype == torch.int8
     assert int(tier.min()) >= DROPPED
@@ -101,7 +101,7 @@ def test_every_token_is_measured_before_it_leaves_the_window() -> None:
 def test_one_row_of_thresholds_stands_for_every_layer() -> None:
     policy = DiffKV(alpha_high=[[1.0, 2.0]], alpha_low=[0.5])
     assert policy.decode_rule(3, 2).alpha[2].tolist() == [[1.0, 0.5], [2.0, 0.5]]
-    assert policy.classify(view(torch.full((2, 1), 1.5), layer=2)).tolist() == [[0], [1]]
+    assert policy.classify(view(torch.full((2, 1), 1.5), layer=2))[0].tolist() == [[0], [1]]
 
 
 def test_bad_format_and_type() -> None:
@@ -116,7 +116,7 @@ def test_fixed_shares_by_rank() -> None:
     protected = torch.zeros(200, dtype=torch.bool)
     protected[-64:] = True
     policy = parse_policy("fixed:high_share=0.1,low_share=0.3")
-    tier = policy.classify(PromptView(0, score, protected, torch.zeros(200, 2, 8)))
+    tier = policy.classify(PromptView(0, score[None], protected))[0]
     for head in range(2):
         order = score[head, :-64].argsort(descending=True)
         assert set(tier[head, order[:20]].tolist()) == {0}
@@ -130,18 +130,18 @@ def test_prompt_classes_are_against_alpha_over_position() -> None:
     """Token i is high at alpha_high / (i + 1), low at alpha_low / (i + 1); equality keeps (DiffKV, section 4.2)."""
     position = torch.arange(6) + 1.0
     score = torch.stack([0.5 / position, 0.1 / position, 0.0999 / position])
-    tier = DiffKV(alpha_high=0.5, alpha_low=0.1).classify(view(score))
+    tier = DiffKV(alpha_high=0.5, alpha_low=0.1).classify(view(score))[0]
     assert tier.tolist() == [[0] * 6, [1] * 6, [DROPPED] * 6]
 
 
 def test_thresholds_by_layer_and_head() -> None:
     policy = DiffKV(alpha_high=[[0.0, 1.0], [1.0, 0.5]], alpha_low=[0.0, 0.5])
     score = torch.full((2, 1), 0.6)
-    assert policy.classify(view(score, 0)).tolist() == [[0], [1]]
-    assert policy.classify(view(score, 1)).tolist() == [[1], [0]]
+    assert policy.classify(view(score, 0))[0].tolist() == [[0], [1]]
+    assert policy.classify(view(score, 1))[0].tolist() == [[1], [0]]
     assert policy.decode_rule(2, 2).alpha.tolist() == [[[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.5], [0.5, 0.5]]]
 
 
 def test_zero_alpha_low_keeps_everything() -> None:
-    tier = DiffKV(alpha_high=1.0, alpha_low=0.0).classify(view(torch.zeros(2, 30)))
+    tier = DiffKV(alpha_high=1.0, alpha_low=0.0).classify(view(torch.zeros(2, 30)))[0]
     assert int(tier.min()) == 1

@@ -115,6 +115,12 @@ def small_cache(
     return KVCache(spec, c, get_kernels(kernels)), [BoundPolicy(p, spec) for p in policies]
 
 
+def classified(cache: KVCache, policy: BoundPolicy, layer: int, slot: int, *held: torch.Tensor) -> torch.Tensor:
+    """Pool tier int8 `[H, n]` of a prompt: `held` is its score `[H, n]`, q `[n, Hq, D]`, k and v `[n, H, D]`."""
+    protected = cache.protected(slot, held[0].shape[1])
+    return policy.classify(PromptView(layer, held[0][None], protected, *(x[None] for x in held[1:])))[0]
+
+
 def random_prompt(
     cache: KVCache, policy: BoundPolicy, slot: int, length: int, generator: torch.Generator
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -127,7 +133,7 @@ def random_prompt(
         q = torch.randn(length, 2 * spec.num_kv_heads, spec.head_dim, generator=generator).to(spec.dtype)
         rows = policy.rows(length)
         score = torch.zeros(spec.num_kv_heads, length) if rows is None else cache.kernels.prompt_importance(q, k, *rows)
-        cache.store_prompt(layer, slot, k, v, score, policy.classify(layer, score, cache.protected(slot, length), v))
+        cache.store_prompt(layer, slot, k, v, score, classified(cache, policy, layer, slot, score, q, k, v))
         stored.append((k, v))
     assert cache.finish_prompt(slot, length) is None
     return stored

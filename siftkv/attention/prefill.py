@@ -4,7 +4,8 @@ is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,14 +14,19 @@ from torch.nn import functional as F
 
 from siftkv.cache import KVCache
 from siftkv.errors import NumericsError, OutOfPages
+from siftkv.kernels.prompts import PromptBatch
+from siftkv.policies.base import PromptView
 
 
 class Sifter(Protocol):
     """What prompt attention asks about a request: which query rows to measure, and where each token goes."""
 
+    key: Hashable
+    """What sifters that behave alike have in common."""
+
     def rows(self, length: int) -> tuple[Tensor, Tensor] | None: ...
 
-    def classify(self, layer: int, score: Tensor, protected: Tensor, v: Tensor) -> Tensor: ...
+    def classify(self, prompt: PromptView) -> Tensor: ...
 
 
 @dataclass
@@ -29,7 +35,6 @@ class PromptChunk:
 
     failure: why its keys and values could not be kept. The forward pass goes on for the others; this one must be
         released.
-    rows, protected: what is the same in every layer, set by `PrefillAttention`.
     """
 
     slot: int
@@ -37,50 +42,129 @@ class PromptChunk:
     length: int
     sifter: Sifter
     failure: OutOfPages | NumericsError | None = None
-    rows: tuple[Tensor, Tensor] | None = field(default=None, init=False)
-    protected: Tensor = field(init=False)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Neighbours in the batch, of one length and under one policy: classed together. prompts: which of the batch."""
+
+    prompts: range
+    span: slice
+    length: int
+    sifter: Sifter
+    protected: Tensor
 
 
 class PrefillAttention:
     """The `attend` callback of a prompt pass: `attention(layer, q [T, Hq, D], k, v [T, H, D]) -> [T, Hq, D]`.
 
-    At most one layer's keys and values exist at 16 bits at a time: those that were just computed.
+    At most one layer's keys and values exist at 16 bits at a time: those that were just computed. Where kernels defer
+    faults, all prompts of a layer are measured and stored at once and nothing is read by the host; else prompts are
+    taken one by one, so that each may fail for itself.
     """
 
     def __init__(self, cache: KVCache, chunks: list[PromptChunk]) -> None:
         self.cache = cache
         self.chunks = chunks
-        device = cache.state.pages.device
-        for chunk in chunks:
-            rows = chunk.sifter.rows(chunk.length)
-            chunk.rows = None if rows is None else (rows[0].to(device), rows[1].to(device))
-            chunk.protected = cache.protected(chunk.slot, chunk.length)
+        self.batch = PromptBatch.of(
+            [c.slot for c in chunks],
+            [c.length for c in chunks],
+            [cache.middle(c.slot, c.length) for c in chunks],
+            [c.sifter.rows(c.length) for c in chunks],
+            cache.state.pages.device,
+        )
+        together = cache.kernels.DEFERS_FAULTS
+        self._groups = [self._group(prompts) for prompts in _runs(chunks, together)]
+
+    def _group(self, prompts: range) -> _Group:
+        first, last = self.chunks[prompts[0]], self.chunks[prompts[-1]]
+        span = slice(first.start, last.start + last.length)
+        return _Group(prompts, span, first.length, first.sifter, self.cache.protected(first.slot, first.length))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kernels = self.cache.kernels
+        if kernels.DEFERS_FAULTS:
+            out, lse = ragged_attention(q, k, v, self.batch)
+            score = kernels.measure_prompts(self.batch, q, k, lse)
+            tier = torch.empty(score.shape, dtype=torch.int8, device=score.device)
+            for group in self._groups:
+                self._classify(layer, group, q, k, v, score, lse, tier)
+            kernels.store_prompts(self.cache.state, layer, self.batch, k, v, score, tier)
+            return out
         # One look at the whole batch; only where it finds a fault is each request looked at for its own.
-        finite = not self.cache.kernels.DEFERS_FAULTS and sums_are_finite(k, v)
+        finite = sums_are_finite(k, v)
         outputs = []
-        for chunk in self.chunks:
-            part = slice(chunk.start, chunk.start + chunk.length)
-            out, lse = causal_attention(q[part], k[part], v[part])
+        for group in self._groups:
+            out, lse = causal_attention(q[group.span], k[group.span], v[group.span])
             outputs.append(out)
-            if chunk.failure is None:
-                try:
-                    self._keep(layer, chunk, q[part], k[part], v[part], lse, finite)
-                except (OutOfPages, NumericsError) as failure:
-                    chunk.failure = failure
+            self._keep_one(layer, group, q, k, v, lse, finite)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _keep(
-        self, layer: int, chunk: PromptChunk, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, finite: bool
+    def _keep_one(
+        self, layer: int, group: _Group, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, finite: bool
     ) -> None:
-        if chunk.rows is None:
-            score = torch.zeros(k.shape[1], chunk.length, device=k.device)
+        prompt, span = group.prompts[0], group.span
+        chunk = self.chunks[prompt]
+        if chunk.failure is not None:
+            return
+        rows, weight = self.batch.measured(prompt)
+        score = torch.zeros(k.shape[1], chunk.length, device=k.device)
+        if len(rows):
+            score = self.cache.kernels.prompt_importance(q[span], k[span], rows, weight, lse)
+        try:
+            tier = torch.empty(score.shape, dtype=torch.int8, device=k.device)
+            own = _Group(group.prompts, slice(0, group.length), group.length, group.sifter, group.protected)
+            self._classify(layer, own, q[span], k[span], v[span], score, lse, tier)
+            self.cache.store_prompt(layer, chunk.slot, k[span], v[span], score, tier, finite)
+        except (OutOfPages, NumericsError) as failure:
+            chunk.failure = failure
+
+    def _classify(
+        self,
+        layer: int,
+        group: _Group,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score: Tensor,
+        lse: Tensor | None,
+        tier: Tensor,
+    ) -> None:
+        """Ask the group's policy and write its answer into `tier` int8 `[H, T]`."""
+        span, shape = group.span, (len(group.prompts), group.length)
+
+        def measure(rows: Tensor, weight: Tensor) -> Tensor:
+            rows, weight = rows.to(k.device), weight.to(k.device)
+            each = []
+            for at in range(span.start, span.stop, group.length):
+                own = slice(at, at + group.length)
+                sums = None if lse is None else lse[:, own]
+                each.append(self.cache.kernels.prompt_importance(q[own], k[own], rows, weight, sums))
+            return torch.stack(each)
+
+        view = PromptView(
+            layer,
+            score[:, span].unflatten(1, shape).transpose(0, 1),
+            group.protected,
+            q[span].unflatten(0, shape),
+            k[span].unflatten(0, shape),
+            v[span].unflatten(0, shape),
+            measure,
+        )
+        tier[:, span].unflatten(1, shape).copy_(group.sifter.classify(view).transpose(0, 1))
+
+
+def _runs(chunks: list[PromptChunk], together: bool) -> list[range]:
+    """Neighbours that can be classed together, or each prompt for itself."""
+    runs: list[range] = []
+    for i, chunk in enumerate(chunks):
+        before = chunks[i - 1]
+        alike = i > 0 and (before.length, before.sifter.key) == (chunk.length, chunk.sifter.key)
+        if together and alike:
+            runs[-1] = range(runs[-1].start, i + 1)
         else:
-            rows, weight = chunk.rows
-            score = self.cache.kernels.prompt_importance(q, k, rows, weight, lse)
-        tier = chunk.sifter.classify(layer, score, chunk.protected, v)
-        self.cache.store_prompt(layer, chunk.slot, k, v, score, tier, finite)
+            runs.append(range(i, i + 1))
+    return runs
 
 
 def sums_are_finite(k: Tensor, v: Tensor) -> bool:
@@ -88,6 +172,34 @@ def sums_are_finite(k: Tensor, v: Tensor) -> bool:
     numbers.
     """
     return bool(torch.isfinite(k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)))
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, batch: PromptBatch) -> tuple[Tensor, Tensor | None]:
+    """Exact causal attention of prompts laid end to end: q `[T, Hq, D]`, k, v `[T, H, D]` to `[T, Hq, D]`, and each
+    query's natural log-sum-exp, fp32 `[Hq, T]`, where the library gives it.
+
+    Several short prompts go through one call of PyTorch's variable-length flash attention; a long one is faster alone,
+    through cuDNN.
+    """
+    if len(batch.slots) > 1 and batch.longest <= _SHORT_PROMPT and _flash_takes(q):
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, batch.bounds, batch.bounds, batch.longest, batch.longest, 0.0, True, False
+        )
+        return out, lse.view(q.shape[1], len(q))
+    parts = [causal_attention(q[own], k[own], v[own]) for own in map(batch.span, range(len(batch.slots)))]
+    if len(parts) == 1:
+        return parts[0]
+    sums = [lse for _, lse in parts if lse is not None]
+    return torch.cat([out for out, _ in parts]), torch.cat(sums, 1) if len(sums) == len(parts) else None
+
+
+_SHORT_PROMPT = 2048
+"""Tokens up to which prompts share one call of variable-length attention."""
+
+
+def _flash_takes(q: Tensor) -> bool:
+    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:

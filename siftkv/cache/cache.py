@@ -48,6 +48,7 @@ class KVCache:
         self.state = _empty_state(spec, conditioning)
         self._free_slots = list(range(spec.max_slots))
         self._protection: dict[int, tuple[int, int]] = {}
+        self._examined: set[int] = set()
 
     def admit(self, rule: SlotRule) -> int:
         """Take a slot for a request that lives by `rule`. Raises RequestError when the rule does not fit the cache,
@@ -73,22 +74,23 @@ class KVCache:
         state.refresh[slot], state.catch_up[slot] = rule.refresh, rule.catch_up
         state.alpha[slot], state.cap[slot] = rule.alpha.to(state.alpha), rule.cap.to(state.cap)
         self._protection[slot] = (rule.window, rule.sinks)
+        self._examined |= {slot} if rule.catch_up else set()
         self.state.not_finite[slot] = False
         self.state.peak_pages[slot] = 0
         return slot
 
     def protected(self, slot: int, length: int) -> Tensor:
         """Which tokens (bool `[length]`) of a prompt stay in the window: the sinks and the most recent ones."""
-        middle = self._middle(slot, length)
+        middle = slice(*self.middle(slot, length))
         out = torch.ones(length, dtype=torch.bool, device=self.state.pages.device)
         out[middle] = False
         return out
 
-    def _middle(self, slot: int, length: int) -> slice:
-        """The tokens of a prompt that leave the window."""
+    def middle(self, slot: int, length: int) -> tuple[int, int]:
+        """The tokens `[first, end)` of a prompt that leave the window."""
         window, sinks = self._protection[slot]
         first = min(sinks, length)
-        return slice(first, max(first, length - window))
+        return first, max(first, length - window)
 
     def store_prompt(
         self, layer: int, slot: int, k: Tensor, v: Tensor, score: Tensor, tier: Tensor, finite: bool = False
@@ -100,7 +102,7 @@ class KVCache:
         is NaN or infinite; with kernels that defer faults `finish_prompt` tells instead.
         finite: the caller knows that no key or value is NaN or infinite.
         """
-        middle = self._middle(slot, len(k))
+        middle = slice(*self.middle(slot, len(k)))
         if self.kernels.DEFERS_FAULTS:
             total = k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)
             self.state.not_finite[slot] |= ~torch.isfinite(total)
@@ -124,19 +126,30 @@ class KVCache:
             )
 
     def finish_prompt(self, slot: int, length: int) -> SiftKVError | None:
-        """The prompt of `length` tokens went through every layer; the next token stands at position `length`.
+        """`finish_prompts` of one."""
+        return self.finish_prompts([slot], [length])[0]
+
+    def finish_prompts(self, slots: list[int], lengths: list[int]) -> list[SiftKVError | None]:
+        """Prompts went through every layer; the next token of each stands at position `lengths[i]`.
 
         Returns what kernels that defer faults could not keep: OutOfPages or NumericsError; then release the slot.
         """
-        window, sinks = self._protection[slot]
-        self.state.peak_pages[slot] = self.pages_held(self.state.seen.new_tensor([slot]))[0]
-        self.state.seen[slot] = length
-        self.state.window_start[slot] = max(sinks, length - window)
+        state = self.state
+        index, seen = state.seen.new_tensor(slots), state.seen.new_tensor(lengths)
+        starts = [max(self._protection[s][1], n - self._protection[s][0]) for s, n in zip(slots, lengths, strict=True)]
+        state.peak_pages[index] = self.pages_held(index)
+        state.seen[index] = seen
+        state.window_start[index] = state.seen.new_tensor(starts)
         if not self.kernels.DEFERS_FAULTS:
-            return None
-        if bool(self.state.not_finite[slot]):
+            return [None] * len(slots)
+        faults = torch.stack([state.not_finite[index].int(), self.kernels.refused_layers(state)[index].int()])
+        return [
+            self._fault(n, bool(wrong), refused) for n, wrong, refused in zip(lengths, *faults.tolist(), strict=True)
+        ]
+
+    def _fault(self, length: int, not_finite: bool, refused: int) -> SiftKVError | None:
+        if not_finite:
             return NumericsError("NaN or infinity in the keys or values of the prompt")
-        refused = int(self.kernels.refused_layers(self.state)[slot])
         if refused:
             return OutOfPages(
                 f"pages ran out in {refused} of {self.spec.num_layers} layers of a prompt of {length} tokens"
@@ -149,29 +162,27 @@ class KVCache:
         """
         return self.kernels.decode_attention(self.state, layer, slots, q, k, v)
 
-    def step(self, slots: Tensor, advance: bool = True) -> Tensor:
+    def step(self, slots: Tensor) -> Tensor:
         """End a decode step: sift what leaves the windows. Bool `[B]`, false for requests whose token had to wait for a
         page.
         """
-        done = self.kernels.sift_step(self.state, slots, advance)
-        peak = self.state.peak_pages
-        peak[slots] = torch.maximum(peak[slots], self.pages_held(slots))
-        return done
+        return self.kernels.sift_step(self.state, slots, self.examines)
+
+    @property
+    def examines(self) -> bool:
+        """Whether any resident request has its stale tokens examined (`SlotRule.catch_up`)."""
+        return bool(self._examined)
 
     def finite(self, slots: Tensor) -> Tensor:
-        """Bool `[B]`: whether the newest token's keys and values of each request are finite in every layer. Call it
-        before `step`.
-        """
-        state, position = self.state, self.state.seen[slots]
-        row = torch.where(position < state.sinks[slots], position, state.sink_rows + position % state.ring_rows)
-        newest = torch.stack([state.window_k[slots, :, :, row], state.window_v[slots, :, :, row]])
-        return torch.isfinite(newest).flatten(2).all(-1).all(0)
+        """Bool `[B]`: whether all keys and values of each request were finite, up to the last `step`."""
+        return ~self.state.not_finite[slots]
 
     def release(self, slots: list[int]) -> None:
         """Give back every page of the requests, and their slots."""
         if slots:
             self.kernels.release(self.state, torch.tensor(slots, device=self.state.pages.device))
             self._free_slots.extend(slots)
+            self._examined.difference_update(slots)
 
     def swap_bytes(self, slot: int) -> int:
         """Host bytes that `swap_out` would take."""
@@ -194,6 +205,7 @@ class KVCache:
         slot = self._free_slots.pop(0)
         swap_in(self.state, slot, swapped)
         self._protection[slot] = (int(self.state.window[slot]), int(self.state.sinks[slot]))
+        self._examined |= {slot} if int(self.state.catch_up[slot]) else set()
         return slot
 
     @property
@@ -271,4 +283,5 @@ def _empty_state(spec: CacheSpec, conditioning: Conditioning) -> CacheState:
         not_finite=zeros(slots, dtype=torch.bool),
         peak_pages=zeros(slots, dtype=torch.int64),
         conditioning=conditioning,
+        padding_slot=spec.max_slots if spec.padding_slots else -1,
     )

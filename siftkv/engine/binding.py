@@ -61,7 +61,9 @@ class BoundPolicy:
         """Query rows and weights that the policy's importance is measured from, or None."""
         return self.policy.rows(length)
 
-    def classify(self, layer: int, score: Tensor, protected: Tensor, v: Tensor) -> Tensor:
-        """Pool tier (int8 `[H, n]`, -1 = dropped) of a prompt's tokens; arguments as in `PromptView`."""
-        own = self.policy.classify(PromptView(layer, score, protected, v))
-        return self._pool_tier.to(own.device)[own.long()]
+    def classify(self, prompt: PromptView) -> Tensor:
+        """Pool tier (int8 `[R, H, n]`, -1 = dropped) of each token of `prompt`."""
+        own = self.policy.classify(prompt)
+        if self._pool_tier.device != own.device:
+            self._pool_tier = self._pool_tier.to(own.device)
+        return self._pool_tier[own.long()]

@@ -39,8 +39,9 @@ class Runner:
         per_token = torch.repeat_interleave(torch.tensor(lengths, device=device), torch.tensor(lengths, device=device))
         hidden = self.decoder(token_ids, positions, PrefillAttention(self.cache, chunks), per_token)
         last = torch.tensor([start + n - 1 for start, n in zip(starts, lengths, strict=True)], device=device)
-        failures = [chunk.failure or self.cache.finish_prompt(chunk.slot, chunk.length) for chunk in chunks]
-        return self.decoder.logits(hidden[last]), failures
+        logits = self.decoder.logits(hidden[last])
+        deferred = self.cache.finish_prompts(slots, lengths)
+        return logits, [chunk.failure or later for chunk, later in zip(chunks, deferred, strict=True)]
 
     @torch.inference_mode()
     def decode(self, token_ids: list[int], slots: list[int]) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from siftkv.errors import SiftKVError
+from siftkv.kernels.prompts import PromptBatch
 from siftkv.kernels.state import CacheState
 
 BACKENDS = ("reference", "numba", "cuda")
@@ -31,11 +32,17 @@ class Kernels(Protocol):
         self, state: CacheState, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor: ...
 
-    def sift_step(self, state: CacheState, slots: Tensor, advance: bool = True) -> Tensor: ...
+    def sift_step(self, state: CacheState, slots: Tensor, examine: bool = True) -> Tensor: ...
 
     def prompt_importance(
         self, q: Tensor, k: Tensor, rows: Tensor, weight: Tensor, lse: Tensor | None = None
     ) -> Tensor: ...
+
+    def measure_prompts(self, batch: PromptBatch, q: Tensor, k: Tensor, lse: Tensor | None = None) -> Tensor: ...
+
+    def store_prompts(
+        self, state: CacheState, layer: int, batch: PromptBatch, k: Tensor, v: Tensor, score: Tensor, tier: Tensor
+    ) -> None: ...
 
     def append_tokens(
         self,

@@ -11,7 +11,7 @@ A policy answers four questions:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -28,21 +28,28 @@ UNLIMITED = 2**31 - 1
 
 @dataclass(frozen=True)
 class PromptView:
-    """One layer's prompt as a policy sees it.
+    """One layer of `R` prompts of the same length `n` under the same policy, as that policy sees them.
 
-    layer: index. score: fp32 `[H, n]`, mean attention from later queries (zeros if the policy asked for no rows).
-        protected: bool `[n]`, tokens that stay in the window whatever the policy says. v: `[n, H, D]` values, for
-        policies that weigh by their norm. `n` is the whole prompt, token `i` at position `i`.
+    layer: index. score: fp32 `[R, H, n]`, mean attention from later queries (zeros if the policy asked for no rows).
+    protected: bool `[n]`, tokens that stay in the window whatever the policy says.
+    q: `[R, n, Hq, D]`, k, v: `[R, n, H, D]`, after RoPE; views that belong to the engine. None where a caller has only
+        scores.
+    measure: `measure(rows, weight) -> fp32 [R, H, n]`, the importance that other query rows give; arguments as `rows`
+        of a policy returns them.
+    Token `i` stands at position `i`.
     """
 
     layer: int
     score: Tensor
     protected: Tensor
-    v: Tensor
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    measure: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def length(self) -> int:
-        return self.score.shape[1]
+        return self.score.shape[-1]
 
     @property
     def position(self) -> Tensor:
@@ -91,7 +98,7 @@ class Policy(ABC):
 
     @abstractmethod
     def classify(self, prompt: PromptView) -> Tensor:
-        """Tier (int8 `[H, n]`, index into `tiers()`, -1 = dropped) of each token of `prompt`."""
+        """Tier (int8 `[R, H, n]`, index into `tiers()`, -1 = dropped) of each token of `prompt`."""
 
     @abstractmethod
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:

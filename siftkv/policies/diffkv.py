@@ -102,7 +102,7 @@ class DiffKV(Policy):
         )
 
     def classify(self, prompt: PromptView) -> Tensor:
-        heads = prompt.score.shape[0]
+        heads = prompt.score.shape[1]
         relative = prompt.score * (prompt.position + 1)
         tier = torch.full(prompt.score.shape, DROPPED, dtype=torch.int8, device=prompt.score.device)
         for index, setting in reversed(list(enumerate((self.alpha_high, self.alpha_low)))):

@@ -56,7 +56,8 @@ class Fixed(Policy):
 
     def classify(self, prompt: PromptView) -> Tensor:
         score = prompt.score.masked_fill(prompt.protected, -1.0)
-        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        best_first = score.argsort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(best_first).scatter_(-1, best_first, prompt.position.expand(best_first.shape))
         high, low = (round(share * prompt.length) for share in (self.high_share, self.low_share))
         tier = torch.full(score.shape, DROPPED, dtype=torch.int8, device=score.device)
         tier[rank < high + low] = 1

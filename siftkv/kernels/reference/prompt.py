@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from siftkv.kernels.prompts import PromptBatch, measure_one_by_one, store_one_by_one
 from siftkv.kernels.reference.condition import condition_keys
 from siftkv.kernels.reference.pages import extend_tier
 from siftkv.kernels.reference.quantize import encode
@@ -88,3 +89,21 @@ def append_tokens(
         record = encode(layout, keys[head, token], values[head, token], score[head, token], position[token])
         page = page_of(state, state.page_table[slot, layer][head], index, in_tier[:, None])[:, 0]
         write_records(state, index, page, in_tier, record)
+
+
+def measure_prompts(batch: PromptBatch, q: Tensor, k: Tensor, lse: Tensor | None = None) -> Tensor:
+    """`prompt_importance` of several prompts: q `[T, Hq, D]`, k `[T, H, D]`, lse fp32 `[Hq, T]` laid end to end.
+
+    Returns fp32 `[H, T]`, zeros for prompts without measured rows.
+    """
+    return measure_one_by_one(prompt_importance, batch, q, k, lse)
+
+
+def store_prompts(
+    state: CacheState, layer: int, batch: PromptBatch, k: Tensor, v: Tensor, score: Tensor, tier: Tensor
+) -> None:
+    """Keep one layer of several prompts: k, v `[T, H, D]`, score fp32 `[H, T]`, tier int8 `[H, T]` (-1 = dropped).
+
+    Tokens outside the prompts' middles go to the window, whatever their tier says.
+    """
+    store_one_by_one(write_window, append_tokens, state, layer, batch, k, v, score, tier)
