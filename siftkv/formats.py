@@ -5,9 +5,10 @@ A *format* is `k<key bits>v<value bits>` (`k8v4`: 8-bit keys, 4-bit values) or a
 Suffixes: `_g<key groups><value groups>` for several scales a token (`k4v2_g24`), `c` for compact value metadata
 (`k4v2c`).
 
-A *page* is a fixed number of bytes that holds tokens of one head slot in one format, in six segments:
+A *page* is a fixed number of bytes that holds tokens of one head slot in one format, in up to eight
+segments, empty where its tier keeps nothing of the kind:
 
-    key codes | key metadata | value codes | value metadata | scores | positions
+    key codes | key metadata | value codes | value metadata | scores | positions | votes | weights
 
 Quantised keys are token-major `[tokens, row]`, quantised values channel-major `[row, tokens]`; both are planar: byte
 `j` of a row holds channel `j + i * row` in bits `[i*b, (i+1)*b)`, so that unpacking is a mask and a shift. A sub-group
@@ -34,6 +35,8 @@ straddle pages.
 
 SCORE_BYTES = 2
 POSITION_BYTES = 4
+VOTE_BYTES = 2
+WEIGHT_BYTES = 4
 META_BYTES = 2
 """Bytes of one fp16 scale or zero-point."""
 
@@ -110,13 +113,16 @@ KNOWN_FORMATS = ("bf16", "k8v8", "k8v4", "k8v2", "k4v4", "k4v2", "k4v1", "k4v8",
 class Tier:
     """A place for tokens in paged memory: a format, and which per-token state stands beside the codes.
 
-    scores: a mean attention a token (2 bytes). positions: the token's true position (4 bytes). Off where nothing reads
-        them.
+    scores: a mean attention a token (2 bytes). positions: the token's true position (4 bytes). votes: how often queries
+        selected it (uint16, saturating). weights: a log-weight (fp32) that is added to its logit. Off where nothing
+        reads them.
     """
 
     format: TierFormat
     scores: bool = True
     positions: bool = True
+    votes: bool = False
+    weights: bool = False
 
     def __post_init__(self) -> None:
         if self.scores and not self.positions:
@@ -162,10 +168,21 @@ class PageLayout:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes a token beside its codes: scales, zero-points, score, position."""
+        """Bytes a token beside its codes: scales, zero-points, score, position, votes, log-weight."""
         fmt = self.format
-        state = SCORE_BYTES * self.tier.scores + POSITION_BYTES * self.tier.positions
+        state = sum(self._token_state)
         return state if fmt.dense else state + fmt.key_meta_bytes + fmt.value_meta_bytes
+
+    @property
+    def _token_state(self) -> tuple[int, int, int, int]:
+        """Bytes of a token's score, position, votes and log-weight."""
+        tier = self.tier
+        return (
+            SCORE_BYTES * tier.scores,
+            POSITION_BYTES * tier.positions,
+            VOTE_BYTES * tier.votes,
+            WEIGHT_BYTES * tier.weights,
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -198,8 +215,7 @@ class PageLayout:
             0 if fmt.dense else fmt.key_meta_bytes,
             self.value_row,
             0 if fmt.dense else fmt.value_meta_bytes,
-            SCORE_BYTES * self.tier.scores,
-            POSITION_BYTES * self.tier.positions,
+            *self._token_state,
         ]
         offsets, at = [], 0
         for size in sizes:
@@ -211,10 +227,10 @@ class PageLayout:
         return self._segments(tokens)[-1]
 
     @cached_property
-    def offsets(self) -> tuple[int, int, int, int, int, int]:
-        """Start of key codes, key metadata, value codes, value metadata, scores, positions."""
-        key, key_meta, value, value_meta, score, position, _ = self._segments(self.tokens)
-        return key, key_meta, value, value_meta, score, position
+    def offsets(self) -> tuple[int, int, int, int, int, int, int, int]:
+        """Start of key codes, key metadata, value codes, value metadata, scores, positions, votes, weights."""
+        key, key_meta, value, value_meta, score, position, vote, weight, _ = self._segments(self.tokens)
+        return key, key_meta, value, value_meta, score, position, vote, weight
 
     @cached_property
     def record(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,9 +238,9 @@ class PageLayout:
         `[token_bytes]`.
 
         The order of a record is the order of the segments: key row, key metadata, value row, value metadata, score,
-        position.
+        position, votes, weight.
         """
-        fmt, (key, key_meta, value, value_meta, score, position) = self.format, self.offsets
+        fmt, (key, key_meta, value, value_meta, *state) = self.format, self.offsets
         base: list[int] = []
         stride: list[int] = []
 
@@ -240,8 +256,8 @@ class PageLayout:
             token_major(value_meta, fmt.value_meta_bytes)
         else:
             token_major(value, self.value_row)
-        token_major(score, SCORE_BYTES * self.tier.scores)
-        token_major(position, POSITION_BYTES * self.tier.positions)
+        for start, size in zip(state, self._token_state, strict=True):
+            token_major(start, size)
         return torch.tensor(base, dtype=torch.int64), torch.tensor(stride, dtype=torch.int64)
 
 

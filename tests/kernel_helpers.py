@@ -12,7 +12,7 @@ from siftkv.formats import PageLayout, Tier, TierFormat, choose_page_bytes
 from siftkv.kernels import reference
 from siftkv.kernels.reference.attention import tier_tokens
 from siftkv.kernels.reference.tokens import pool_as, read_records, state_addresses
-from siftkv.kernels.state import CacheState, Conditioning
+from siftkv.kernels.state import UNLIMITED, CacheState, Conditioning
 
 
 def random_orthogonal(dim: int, generator: torch.Generator) -> Tensor:
@@ -54,10 +54,14 @@ def make_state(
     rank: int = 0,
     seed: int = 0,
     state_in_pages: bool = True,
+    weights: bool = False,
+    query_rows: int = 0,
+    group: int = 3,
+    skips: bool = False,
 ) -> CacheState:
     """An empty state: pages hold noise, so that reading what was never written shows."""
     g = torch.Generator().manual_seed(seed)
-    parsed = tuple(Tier(TierFormat.parse(name), scores=state_in_pages, positions=state_in_pages) for name in tiers)
+    parsed = tuple(Tier(TierFormat.parse(name), state_in_pages, state_in_pages, weights, weights) for name in tiers)
     page_bytes = choose_page_bytes(parsed, dim)
     layouts = tuple(PageLayout(tier, dim, page_bytes) for tier in parsed)
     shape, count = (slots, layers, heads), len(tiers)
@@ -87,6 +91,10 @@ def make_state(
         catch_up=filled(0),
         alpha=torch.zeros(*shape, count),
         cap=torch.full((*shape, count), 1 << 20, dtype=torch.int32),
+        cap_share=torch.full((*shape, count), torch.inf),
+        horizon=filled(UNLIMITED),
+        queries=torch.zeros(slots, layers, query_rows, heads * group, dim, dtype=dtype),
+        page_skip=torch.zeros(*shape, (count + 1) // 2, width if skips else 0, dtype=torch.uint8),
         conditioning=make_conditioning(layers, heads, dim, seed, rotates=rotates, rank=rank),
     )
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from siftkv.cache import CacheSpec, merge_tiers
 from siftkv.errors import FormatError
 from siftkv.formats import KNOWN_FORMATS, SEGMENT_ALIGN, TOKEN_QUANTUM, PageLayout, Tier, TierFormat, choose_page_bytes
+from siftkv.kernels.reference.fit import FITTED_BITS
 from siftkv.kernels.reference.quantize import (
     decode,
     encode,
@@ -21,6 +24,7 @@ from siftkv.kernels.reference.quantize import (
     score_bits,
     score_from_bits,
     unpack_planes,
+    votes_and_weights,
 )
 from siftkv.kernels.reference.scores import stochastic_score_bits
 
@@ -58,6 +62,57 @@ def test_state_bytes(name: str, head_dim: int, state: int) -> None:
 def test_compact_without_positions_and_scores_is_under_ten_bytes() -> None:
     tier = Tier(TierFormat.parse("k4v2c"), scores=False, positions=False)
     assert PageLayout(tier, 64, 4096).state_bytes == 6
+
+
+@pytest.mark.parametrize("name", ["bf16", "k8v4", "k4v2c", "k4v2_g24"])
+def test_votes_and_weights_take_six_bytes_and_move_nothing_else(name: str) -> None:
+    fmt = TierFormat.parse(name)
+    plain = PageLayout(Tier(fmt), 64, 4096)
+    assert plain.offsets[6] == plain.offsets[7] <= plain.page_bytes, "without them the segments are empty"
+    full = PageLayout(Tier(fmt, votes=True, weights=True), 64, 4096)
+    assert full.state_bytes == plain.state_bytes + 6
+    same_tokens = [PageLayout(Tier(fmt, votes=x, weights=x), 64, 4096)._segments(8)[:6] for x in (False, True)]
+    assert same_tokens[0] == same_tokens[1]
+    base, stride = full.record
+    address = base + stride * torch.arange(full.tokens)[:, None]
+    assert address.unique().numel() == address.numel() == full.tokens * full.token_bytes
+    assert int(address.max()) < full.page_bytes
+    assert all(offset % SEGMENT_ALIGN == 0 for offset in full.offsets)
+    assert choose_page_bytes((Tier(fmt, votes=True, weights=True),), 64) % 64 == 0
+
+
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("name", ["fp32", "k8v4"])
+def test_votes_saturate_and_weights_come_back(name: str, flags: tuple[bool, bool]) -> None:
+    layout = PageLayout(Tier(TierFormat.parse(name), True, True, *flags), 16, 4096)
+    x, score, position = torch.randn(4, 16), torch.rand(4), torch.arange(4) * 1000
+    votes, weight = torch.tensor([0, 40000, 65535, 70000]), torch.tensor([0.0, -3.5, 1e-3, 12.25])
+    record = encode(layout, x, x, score, position, votes, weight)
+    assert record.shape == (4, layout.token_bytes)
+    found = votes_and_weights(layout, record)
+    assert torch.equal(found[0], votes.clamp(max=65535).int() * flags[0])
+    assert torch.equal(found[1], weight * flags[1])
+    assert torch.equal(decode(layout, record)[3], position)
+    new = encode(layout, x, x, score, position)
+    assert not any(bool(part.any()) for part in votes_and_weights(layout, new))
+
+
+def test_tiers_are_merged_with_all_that_any_user_needs() -> None:
+    dense, low = TierFormat.parse("bf16"), TierFormat.parse("k4v2")
+    wanted = [Tier(low, False, False), Tier(dense, True, True, votes=True), Tier(dense, False, False)]
+    assert merge_tiers(wanted) == (Tier(dense, True, True, True, False), Tier(low, False, False))
+    wanted.append(Tier(low, weights=True))
+    assert merge_tiers(wanted)[1] == Tier(low, True, True, False, True)
+    assert merge_tiers([Tier(low, False, False)], positions=True) == (Tier(low, False, True),)
+
+
+@pytest.mark.parametrize("state", ["scores", "votes", "weights"])
+def test_a_pool_says_what_it_does_not_keep(state: str) -> None:
+    fmt = TierFormat.parse("k8v4")
+    spec = CacheSpec(1, 1, 16, torch.float32, (Tier(fmt, False, True),), 1, 1, 64)
+    assert spec.tier_index(Tier(fmt, False, True)) == 0
+    with pytest.raises(FormatError, match=f"no {state} beside k8v4"):
+        spec.tier_index(replace(Tier(fmt, False, True), **{state: True}))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -106,13 +161,17 @@ FLOATS = st.floats(-65504, 65504, width=32, allow_subnormal=True)
     shrink=st.sampled_from([1.0, 1e-3, 1e-7]),
 )
 def test_error_is_at_most_half_a_step(values: list[float], name: str, shrink: float) -> None:
-    """For any finite input, subnormal, constant or extreme: half a step, plus what fp16 metadata must round."""
+    """For any finite input, subnormal, constant or extreme: half a step between the extremes, plus what fp16 metadata
+    must round. Of every value where all levels are used, of the root mean square where they span a fitted range.
+    """
     layout = layout_of(name, 16, 4096)
     x = torch.tensor([values]) * shrink
     k, v, _, _ = decode(layout, encode(layout, x, x, torch.zeros(1), torch.zeros(1, dtype=torch.int64)))
     fmt = layout.format
     for back, bits, groups in ((k, fmt.key_bits, fmt.key_groups), (v, fmt.value_bits, fmt.value_groups)):
         error, step = group_error(x, back, bits, groups)
+        if bits <= FITTED_BITS:
+            error = (back - x).unflatten(-1, (groups, -1)).square().mean(-1).sqrt()
         metadata = x.abs().max() * 2**-9 + 2.0**-24
         assert bool((error <= step * 0.5 * (1 + 2**-9) + metadata).all()), (error, step)
 

@@ -98,6 +98,8 @@ def small_cache(
     bias: float = 0.0,
     conditioning: str = "full",
     page_bytes: int = 0,
+    query_rows: int = 0,
+    skips: bool = False,
 ) -> tuple[KVCache, list[BoundPolicy]]:
     """A cache without a model, opened for the given policies, and the policies bound to it."""
     policies = [parse_policy(x) for x in kv]
@@ -110,7 +112,20 @@ def small_cache(
         layers, heads, head_dim, angle.cos(), angle.sin(), biases, [torch.ones(heads, head_dim)] * layers, conditioning
     )
     spec = CacheSpec(
-        layers, heads, head_dim, dtype, tiers, num_pages, max_slots, max_len, max_window, sink_rows, page_bytes
+        layers,
+        heads,
+        head_dim,
+        dtype,
+        tiers,
+        num_pages,
+        max_slots,
+        max_len,
+        max_window,
+        sink_rows,
+        page_bytes,
+        query_rows=max(query_rows, *(p.query_rows for p in policies)),
+        num_heads=2 * heads,
+        skips=skips or any(p.skips for p in policies),
     )
     return KVCache(spec, c, get_kernels(kernels)), [BoundPolicy(p, spec) for p in policies]
 
@@ -134,6 +149,7 @@ def random_prompt(
         rows = policy.rows(length)
         score = torch.zeros(spec.num_kv_heads, length) if rows is None else cache.kernels.prompt_importance(q, k, *rows)
         cache.store_prompt(layer, slot, k, v, score, classified(cache, policy, layer, slot, score, q, k, v))
+        cache.store_queries(layer, slot, q)
         stored.append((k, v))
     assert cache.finish_prompt(slot, length) is None
     return stored

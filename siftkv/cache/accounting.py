@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +17,8 @@ class CacheUsage:
 
     allocated: every tensor. pool: the pages. slots: windows, tables and rules of all request slots. shared: free ring,
         counters, rotary tables and conditioning. pages_total, pages_used: counts. page_bytes: of one page.
+    workspace: what kernels have allocated beside it so far to pass results between launches; grows with use, and is not
+        part of `allocated`.
     """
 
     allocated: int
@@ -24,6 +28,7 @@ class CacheUsage:
     pages_total: int
     pages_used: int
     page_bytes: int
+    workspace: int = 0
 
     @property
     def pages_free(self) -> int:
@@ -61,4 +66,22 @@ def usage(state: CacheState) -> CacheUsage:
         pages_total=state.num_pages,
         pages_used=state.num_pages - state.free_pages(),
         page_bytes=state.pages.shape[1],
+        workspace=sum({id(t): _bytes(t) for t in _tensors_in(list(state.scratch.values()), 4)}.values()),
     )
+
+
+def _tensors_in(held: Any, depth: int) -> Iterator[Tensor]:
+    """Tensors in what kernels keep: in lists, dicts and objects of their own, a few levels deep."""
+    if isinstance(held, Tensor):
+        yield held
+    elif depth:
+        if isinstance(held, dict):
+            inner: Iterable[Any] = held.values()
+        elif isinstance(held, (list, tuple)):
+            inner = held
+        else:
+            inner = (
+                vars(held).values() if type(held).__module__.startswith("siftkv.") and hasattr(held, "__dict__") else ()
+            )
+        for value in inner:
+            yield from _tensors_in(value, depth - 1)

@@ -4,34 +4,23 @@ policy and no model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from siftkv.cache import compaction
 from siftkv.cache.accounting import CacheUsage, request_bytes, usage
+from siftkv.cache.allocation import empty_state
+from siftkv.cache.compaction import HeadTokens
 from siftkv.cache.integrity import check_integrity
+from siftkv.cache.rules import SlotRule
 from siftkv.cache.spec import CacheSpec
 from siftkv.cache.swap import SwappedRequest, swap_bytes, swap_in, swap_out
-from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
+from siftkv.errors import NumericsError, OutOfPages, SiftKVError
 from siftkv.kernels import Kernels
 from siftkv.kernels.reference.pages import pages_needed, tokens_a_page
-from siftkv.kernels.state import CacheState, Conditioning
-
-
-@dataclass(frozen=True)
-class SlotRule:
-    """How a request's tokens live in the cache: `siftkv.policies.base.DecodeRule` spread over the pool's tiers.
-
-    alpha fp32, cap int64 `[L, H, T]` over the pool's tiers (cap 0 where the request does not use a tier).
-    """
-
-    window: int
-    sinks: int
-    alpha: Tensor
-    cap: Tensor
-    refresh: int = 0
-    catch_up: int = 0
+from siftkv.kernels.state import Conditioning
 
 
 class KVCache:
@@ -45,7 +34,7 @@ class KVCache:
     def __init__(self, spec: CacheSpec, conditioning: Conditioning, kernels: Kernels) -> None:
         self.spec = spec
         self.kernels = kernels
-        self.state = _empty_state(spec, conditioning)
+        self.state = empty_state(spec, conditioning)
         self._free_slots = list(range(spec.max_slots))
         self._protection: dict[int, tuple[int, int]] = {}
         self._examined: set[int] = set()
@@ -54,30 +43,23 @@ class KVCache:
         """Take a slot for a request that lives by `rule`. Raises RequestError when the rule does not fit the cache,
         OutOfPages when no slot is free.
         """
-        if rule.window > self.spec.max_window:
-            raise RequestError(
-                f"window={rule.window} is above this cache's {self.spec.max_window}: open it with a larger max_window"
-            )
-        if rule.sinks > self.spec.sink_rows:
-            raise RequestError(
-                f"sinks={rule.sinks} is above this cache's {self.spec.sink_rows}: open it with more sink_rows"
-            )
-        if rule.catch_up not in (0, 1):
-            raise RequestError(
-                f"catch_up={rule.catch_up}: a step examines at most one stale token a head slot, use 0 or 1"
-            )
+        rule.check(self.spec)
         if not self._free_slots:
             raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
         slot = self._free_slots.pop(0)
-        state = self.state
-        state.window[slot], state.sinks[slot] = rule.window, rule.sinks
-        state.refresh[slot], state.catch_up[slot] = rule.refresh, rule.catch_up
-        state.alpha[slot], state.cap[slot] = rule.alpha.to(state.alpha), rule.cap.to(state.cap)
+        rule.write(self.state, slot)
         self._protection[slot] = (rule.window, rule.sinks)
         self._examined |= {slot} if rule.catch_up else set()
         self.state.not_finite[slot] = False
         self.state.peak_pages[slot] = 0
         return slot
+
+    def set_shares(self, layer: int, slots: Tensor, share: Tensor) -> None:
+        """New shares of one layer, learned from prompts: slots int64 `[R]`, share fp32 `[R, H, T]` over the pool's
+        tiers. A tier holds at most `ceil(share * N)` tokens a head after `N` tokens, and no more than its cap; infinity
+        leaves only the cap. The host waits for nothing.
+        """
+        self.state.cap_share[slots, layer] = share.to(self.state.cap_share)
 
     def protected(self, slot: int, length: int) -> Tensor:
         """Which tokens (bool `[length]`) of a prompt stay in the window: the sinks and the most recent ones."""
@@ -177,10 +159,61 @@ class KVCache:
         """Bool `[B]`: whether all keys and values of each request were finite, up to the last `step`."""
         return ~self.state.not_finite[slots]
 
+    def store_queries(self, layer: int, slot: int, q: Tensor) -> None:
+        """Keep the last queries of one layer of a request's prompt: q `[n, Hq, D]` after RoPE, of positions 0 to n - 1.
+
+        Nothing happens in a cache without a ring of queries.
+        """
+        compaction.store_queries(self.state, layer, slot, q)
+
+    def queries(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """The last queries of one layer of a request: fp32 `[W', Hq, D]` and their positions int64 `[W']`, ascending;
+        W' is the length of the ring or, if that is less, what the request has seen.
+        """
+        return compaction.recent_queries(self.state, layer, slot)
+
+    def tokens(self, layer: int, slot: int, values: bool = False) -> HeadTokens:
+        """All that one layer of a request keeps, in time order. Raises FormatError when a tier in which it has tokens
+        stores no positions.
+        """
+        return compaction.head_tokens(self.state, layer, slot, values)
+
+    def write_votes(
+        self, layer: int, slot: int, tokens: HeadTokens, votes: Tensor | None, score: Tensor | None = None
+    ) -> None:
+        """New votes (integer `[H, n]`) and scores (fp32 `[H, n]`) of tokens in tiers, None = as they are; a tier keeps
+        those that it has room for.
+        """
+        compaction.write_votes(self.state, layer, slot, tokens, votes, score)
+
+    def skip_pages(self, layer: int, slot: int, tokens: HeadTokens, selected: Tensor) -> None:
+        """Let attention ignore the full pages without a token of `selected` (bool `[H, n]`), and read all others.
+
+        Raises SiftKVError unless the cache was opened with `skips`.
+        """
+        compaction.skip_pages(self.state, layer, slot, tokens, selected)
+
+    def rewrite(
+        self,
+        layer: int,
+        slot: int,
+        tokens: HeadTokens,
+        keep: Tensor,
+        target: int,
+        merged: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Leave only the tokens of `keep` (bool `[H, n]`), contiguous in the tier `target`; see
+        `siftkv.cache.compaction.rewrite`. Raises OutOfPages before anything is changed.
+        """
+        compaction.rewrite(self.state, layer, slot, tokens, keep, target, merged)
+
     def release(self, slots: list[int]) -> None:
         """Give back every page of the requests, and their slots."""
         if slots:
-            self.kernels.release(self.state, torch.tensor(slots, device=self.state.pages.device))
+            index = torch.tensor(slots, device=self.state.pages.device)
+            self.kernels.release(self.state, index)
+            if self.state.skips:
+                self.state.page_skip[index] = 0
             self._free_slots.extend(slots)
             self._examined.difference_update(slots)
 
@@ -249,39 +282,3 @@ class KVCache:
 def _all_finite(x: Tensor) -> bool:
     """NaN and infinity both show in the extremes, which are much cheaper than a test of every element."""
     return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
-
-
-def _empty_state(spec: CacheSpec, conditioning: Conditioning) -> CacheState:
-    device = conditioning.cos.device
-    slots, layers, heads, tiers = spec.all_slots, spec.num_layers, spec.num_kv_heads, len(spec.tiers)
-    rows = spec.sink_rows + spec.ring_rows
-
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return CacheState(
-        layouts=spec.layouts,
-        sink_rows=spec.sink_rows,
-        pages=zeros(spec.num_pages, spec.page_bytes, dtype=torch.uint8),
-        free_ring=torch.arange(spec.num_pages, dtype=torch.int32, device=device),
-        counters=torch.tensor([0, spec.num_pages], device=device),
-        page_table=torch.full(
-            (slots, layers, heads, -(-tiers // 2), spec.table_width), -1, dtype=torch.int32, device=device
-        ),
-        lengths=zeros(slots, layers, heads, tiers, dtype=torch.int32),
-        window_k=zeros(slots, layers, heads, rows, spec.head_dim, dtype=spec.dtype),
-        window_v=zeros(slots, layers, heads, rows, spec.head_dim, dtype=spec.dtype),
-        window_score=zeros(slots, layers, heads, rows, dtype=torch.float32),
-        seen=zeros(slots, dtype=torch.int64),
-        window_start=zeros(slots, dtype=torch.int64),
-        sinks=zeros(slots, dtype=torch.int64),
-        window=zeros(slots, dtype=torch.int64),
-        refresh=zeros(slots, dtype=torch.int64),
-        catch_up=zeros(slots, dtype=torch.int64),
-        alpha=zeros(slots, layers, heads, tiers, dtype=torch.float32),
-        cap=zeros(slots, layers, heads, tiers, dtype=torch.int32),
-        not_finite=zeros(slots, dtype=torch.bool),
-        peak_pages=zeros(slots, dtype=torch.int64),
-        conditioning=conditioning,
-        padding_slot=spec.max_slots if spec.padding_slots else -1,
-    )

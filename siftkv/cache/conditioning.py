@@ -1,11 +1,12 @@
 """Key conditioning: what is subtracted from keys and how they are turned before they are quantised.
 
-A projection bias on keys (Qwen2.x) puts a constant into a few channels that is tens of times larger than what varies;
-min/max quantisation then spends its levels on the constant. So `k' = (k - RoPE_p(b_r)) @ rotation` is stored, and
-attention adds `q . RoPE_p(b_r)` back exactly (see `siftkv.kernels.reference.condition`). `b_r` is the bias on the
-head's `r` largest rotary pairs: the energy sits in few, slow pairs, and pairs whose bias is small against the spread of
-the keys need no cure. The rotation is a signed Hadamard transform, as in QuaRot (arXiv 2404.00456), which spreads
-outliers over channels. It costs no bytes and needs no calibration.
+Before their rotation by position, most of the energy of keys is a constant: 75 to 80 % in models without a bias, more
+where a projection bias (Qwen2.x) makes it tens of times larger than what varies. Min/max quantisation would spend its
+levels on it. So `k' = (k - RoPE_p(b_r)) @ rotation` is stored, where `b` is the constant (the keys' mean, or the bias
+where nothing was measured), and attention adds `q . RoPE_p(b_r)` back exactly, whatever `b` is (see
+`siftkv.kernels.reference.condition`). `b_r` is `b` on the head's `r` largest rotary pairs, in which most of it sits:
+each pair costs work in attention. The rotation is a signed Hadamard transform, as in QuaRot (arXiv 2404.00456), which
+spreads outliers over channels. It costs no bytes beyond positions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ MODES = ("full", "bias", "none")
 """`full`: bias removed and keys rotated; `bias`: bias removed only; `none`: keys are quantised as they are."""
 
 _RANK_STEP = 8
-_ORDINARY = 0.5
-"""A pair's bias may stay when it is below this share of the head's typical key spread."""
+_ORDINARY, _OUTLYING = 0.5, 3.0
+"""Strengths of a pair by the head's typical key spread: below the first its constant may stay, above the second it must
+go.
+"""
+
+MOST_PAIRS = 16
+"""Pairs a head that are removed though they are no outliers. Of the energy of SmolLM2's keys 36 % stay at 8, 27 % at 16
+and 23 % at 32, which are all.
+"""
 
 
 def hadamard(dim: int) -> Tensor:
@@ -39,13 +47,13 @@ def hadamard(dim: int) -> Tensor:
 
 
 def _kept_pairs(bias: Tensor, spread: Tensor) -> Tensor:
-    """Rotary pairs (int64, largest first) of one head's bias `[D]` that must be removed, given its key spread `[D]`."""
+    """Rotary pairs (int64, largest first) of one head's constant `[D]` that are removed, given its key spread `[D]`."""
     half = bias.shape[0] // 2
     strength = (bias[:half].square() + bias[half:].square()).sqrt()
-    ordinary = _ORDINARY * float(spread.square().mean().sqrt()) * 2**0.5
-    order = strength.argsort(descending=True)
-    above = int((strength > ordinary).sum())
-    return order[: min(half, -(-above // _RANK_STEP) * _RANK_STEP)]
+    typical = float(spread.square().mean().sqrt()) * 2**0.5
+    worth, outlying = (int((strength > share * typical).sum()) for share in (_ORDINARY, _OUTLYING))
+    count = max(outlying, min(worth, MOST_PAIRS))
+    return strength.argsort(descending=True)[: min(half, -(-count // _RANK_STEP) * _RANK_STEP)]
 
 
 def build_conditioning(
@@ -60,8 +68,9 @@ def build_conditioning(
 ) -> Conditioning:
     """Conditioning of a model's keys.
 
-    cos, sin: rotary tables fp32 `[max_len, D/2]`. biases, spreads: a layer each, key bias `[H, D]` or None, and the
-        standard deviation of key channels `[H, D]`. Raises SiftKVError for an unknown mode.
+    cos, sin: rotary tables fp32 `[max_len, D/2]`. biases, spreads: a layer each, what keys have in common before
+        rotation `[H, D]` or None, and the standard deviation of key channels `[H, D]`. Raises SiftKVError for an
+        unknown mode.
     """
     if mode not in MODES:
         raise SiftKVError(f"unknown conditioning {mode!r}: use {', '.join(MODES)}")

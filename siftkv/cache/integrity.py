@@ -19,6 +19,8 @@ def check_integrity(state: CacheState) -> None:
     _check_ownership(state)
     _check_tables(state)
     _check_windows(state)
+    if state.skips and bool(((state.page_skip != 0) & (state.page_table < 0)).any()):
+        _fail("a page is skipped where none stands")
 
 
 def _fail(message: str) -> None:

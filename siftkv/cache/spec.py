@@ -16,6 +16,9 @@ RING_SLACK = 8
 
 MAX_TIERS = 4
 
+TIER_STATE = ("scores", "positions", "votes", "weights")
+"""Per-token state that a tier may keep: the flags of `Tier`."""
+
 
 @dataclass(frozen=True)
 class CacheSpec:
@@ -24,6 +27,8 @@ class CacheSpec:
     num_layers, num_kv_heads, head_dim: of this rank's part of the model. dtype: of the window and the dense tier.
     tiers: at most four, most precise first. page_bytes: 0 = chosen for the tiers. num_pages: of the pool. max_slots:
         requests resident at a time.
+    query_rows: recent queries kept a layer (0 = none); num_heads: query heads, read only with those. skips: whether
+        attention can be told to ignore single pages.
     padding_slots: slots beyond those, for the empty rows of a captured batch. max_len: longest context in tokens.
         max_window, sink_rows: room in the window for each request.
     """
@@ -40,6 +45,9 @@ class CacheSpec:
     sink_rows: int = 4
     page_bytes: int = 0
     padding_slots: int = 0
+    query_rows: int = 0
+    num_heads: int = 0
+    skips: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.tiers) <= MAX_TIERS:
@@ -72,13 +80,26 @@ class CacheSpec:
         """Head slots of one request."""
         return self.num_layers * self.num_kv_heads
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one request slot beside its pages: its window and its rows of every table."""
+        tiers, heads = len(self.tiers), self.head_slots
+        rows = self.sink_rows + self.ring_rows
+        a_head = 4 * -(-tiers // 2) * self.table_width + 4 * tiers  # page table, lengths
+        a_head += 2 * rows * self.head_dim * self.dtype.itemsize + 4 * rows  # window keys, values, scores
+        a_head += (4 + 4) * tiers  # thresholds and caps
+        a_head += -(-tiers // 2) * self.table_width * self.skips  # skipped pages
+        queries = self.num_layers * self.query_rows * self.num_heads * self.head_dim * self.dtype.itemsize
+        a_request = 7 * 8 + 1  # seen, window_start, sinks, window, refresh, catch_up, peak_pages; not_finite
+        return a_head * heads + queries + a_request
+
     def tier_index(self, wanted: Tier) -> int:
         """Index of the tier with the format and the state of `wanted`. Raises FormatError that names what there is."""
         for index, tier in enumerate(self.tiers):
             if tier.format == wanted.format:
-                if tier.scores < wanted.scores or tier.positions < wanted.positions:
+                if lacking := [name for name in TIER_STATE if getattr(tier, name) < getattr(wanted, name)]:
                     raise FormatError(
-                        f"this pool keeps no scores beside {wanted.name}, which this policy reads: "
+                        f"this pool keeps no {lacking[0]} beside {wanted.name}, which this policy reads: "
                         f"open it with formats that include {wanted.name}, or with that policy as its default"
                     )
                 return index
@@ -104,10 +125,8 @@ def merge_tiers(needed: Iterable[Tier], positions: bool = False) -> tuple[Tier, 
     """
     merged: dict[TierFormat, Tier] = {}
     for tier in needed:
-        known = merged.get(tier.format, replace(tier, scores=False, positions=False))
-        merged[tier.format] = replace(
-            known,
-            scores=known.scores or tier.scores,
-            positions=known.positions or tier.positions or (positions and not tier.format.dense),
-        )
+        known = merged.get(tier.format, tier)
+        either = {name: getattr(known, name) or getattr(tier, name) for name in TIER_STATE}
+        either["positions"] |= positions and not tier.format.dense
+        merged[tier.format] = replace(known, **either)
     return tuple(sorted(merged.values(), key=lambda t: t.format.precision, reverse=True))

@@ -38,14 +38,14 @@ class PoolRequest:
 
 
 def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, conditioning: Conditioning) -> CacheSpec:
-    """The cache that fits `asked`. Raises RequestError for a context the model does not have, SiftKVError for a budget
-    that holds nothing.
+    """The cache that fits `asked`. Raises RequestError for a context the model does not have, PolicyError for a policy
+    that makes no sense for it, SiftKVError for a budget that holds nothing.
     """
     dense = dense_name(dtype)
     extra = [_declared(TierFormat.parse(dense if name == "bf16" else name)) for name in asked.formats]
     own = asked.policy.tiers(dense)
     if any(not tier.format.dense for tier in extra):  # requests under other policies will come, and may read scores
-        own = tuple(_declared(tier.format) for tier in own)
+        own = (*own, *(_declared(tier.format) for tier in own))
     tiers = merge_tiers([*own, *extra], asked.positions)
     spec = CacheSpec(
         num_layers=config.num_layers,
@@ -59,8 +59,12 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
         max_window=max(MIN_WINDOW, asked.policy.window) if asked.max_window is None else asked.max_window,
         page_bytes=choose_page_bytes(tiers, config.head_dim, asked.gpu),
         padding_slots=int(asked.gpu),
+        query_rows=asked.policy.query_rows,
+        num_heads=config.num_heads,
+        skips=asked.policy.skips,
         sink_rows=max(MIN_SINKS, asked.policy.sinks) if asked.sink_rows is None else asked.sink_rows,
     )
+    asked.policy.check_context(spec.max_len)
     fixed = planned_bytes(replace(spec, num_pages=0), conditioning)
     budget = asked.memory_bytes
     if budget is None:
@@ -78,16 +82,10 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
 
 def planned_bytes(spec: CacheSpec, conditioning: Conditioning) -> int:
     """Bytes that a cache of this spec will allocate: `KVCache.usage().allocated`, told beforehand."""
-    tiers, heads = len(spec.tiers), spec.head_slots
-    rows = spec.sink_rows + spec.ring_rows
-    a_head = 4 * -(-tiers // 2) * spec.table_width + 4 * tiers  # page table, lengths
-    a_head += 2 * rows * spec.head_dim * spec.dtype.itemsize + 4 * rows  # window keys, values, scores
-    a_head += (4 + 4) * tiers  # thresholds and caps
-    a_slot = a_head * heads + 7 * 8 + 1  # seen, window_start, sinks, window, refresh, catch_up, peak_pages; not_finite
     shared = 2 * 8 + sum(
         t.numel() * t.element_size() for t in vars(conditioning).values() if isinstance(t, torch.Tensor)
     )
-    return spec.all_slots * a_slot + spec.num_pages * (spec.page_bytes + 4) + shared
+    return spec.all_slots * spec.slot_bytes + spec.num_pages * (spec.page_bytes + 4) + shared
 
 
 def _declared(fmt: TierFormat) -> Tier:

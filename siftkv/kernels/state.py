@@ -17,6 +17,9 @@ from torch import Tensor
 
 from siftkv.formats import PageLayout
 
+UNLIMITED = 2**31 - 1
+"""A cap that never binds, and a horizon that nothing outlives."""
+
 
 @dataclass
 class Conditioning:
@@ -60,10 +63,18 @@ class CacheState:
     refresh: `[S]` int64, scores are refreshed at positions that are multiples of it; 0 = never.
     catch_up: `[S]` int64, how many stale tokens of each head slot may be examined in a step besides the one that leaves
         the window.
-    not_finite: `[S]` bool, whether NaN or infinity was met in the prompt; only kernels that defer faults set it.
+    not_finite: `[S]` bool, whether NaN or infinity was met in a key or value: in the prompt (only kernels that defer
+        faults set it then), or in a decode step.
     peak_pages: `[S]` int64, the most pages that the request held at the end of any step.
+    queries: `[S, L, W, Hq, D]` in the model's dtype, the queries (after RoPE) of the last W tokens: that of position
+        `p` in row `p % W`; W is 0 where nothing reads them.
+    page_skip: uint8 in the shape of `page_table`, 1 where attention ignores a page; of width 0 in a cache that skips
+        none. 0 wherever no page stands.
     scratch: what a kernel body derives once from these tensors (views, work space); never part of the cache's content.
-    alpha: `[S, L, H, T]` fp32 and cap `[S, L, H, T]` int32: the decode rule, see `siftkv.policies.base.DecodeRule`.
+    padding_slot: the slot of a captured batch's empty rows, -1 = none. It may stand in a batch several times; decode
+        steps neither advance it nor keep any of its tokens.
+    alpha, cap_share: `[S, L, H, T]` fp32, cap: `[S, L, H, T]` int32 and horizon: `[S]` int64: the decode rule, see
+        `siftkv.policies.base.DecodeRule`. cap_share is infinity where a cap does not grow with its request.
     """
 
     layouts: tuple[PageLayout, ...]
@@ -84,10 +95,15 @@ class CacheState:
     catch_up: Tensor
     alpha: Tensor
     cap: Tensor
+    cap_share: Tensor
+    horizon: Tensor
     not_finite: Tensor
     peak_pages: Tensor
+    queries: Tensor
+    page_skip: Tensor
     conditioning: Conditioning
     scratch: dict[str, Any] = field(default_factory=dict)
+    padding_slot: int = -1
 
     @property
     def ring_rows(self) -> int:
@@ -98,6 +114,16 @@ class CacheState:
     def width(self) -> int:
         """Entries of one row of the page table."""
         return self.page_table.shape[4]
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the ring of queries."""
+        return self.queries.shape[2]
+
+    @property
+    def skips(self) -> bool:
+        """Whether pages can be skipped."""
+        return self.page_skip.shape[-1] > 0
 
     @property
     def num_pages(self) -> int:
@@ -129,10 +155,46 @@ SLOT_TENSORS = (
     "catch_up",
     "alpha",
     "cap",
+    "cap_share",
+    "horizon",
     "not_finite",
     "peak_pages",
+    "queries",
+    "page_skip",
 )
 """Tensors of `CacheState` whose first dimension is the request slot."""
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """Which tokens of a request earn their place, from the queries of its ring.
+
+    p: attention mass to keep a query and query head, in (0, 1]. metric: "attention", "snapkv" or "accumulated", what
+        tokens are ranked by. pool: width of the maximum over stored positions in "snapkv", odd. union: every query head
+        of a group votes, else the maximum over the group's probabilities does.
+    budget: the most tokens that a head keeps beside sinks and window. sources: tiers of the pool whose tokens are
+        candidates, in order of time.
+    """
+
+    p: float
+    metric: str
+    pool: int
+    union: bool
+    budget: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a selection found, for all layers and heads of one request.
+
+    keep: uint8 `[L, H, longest]`, per candidate in order of (source tier, index in tier). kept: int32 `[L, H]`.
+    mass: fp32 `[L, H]`, the share of attention mass that kept tokens, sinks and window hold.
+    """
+
+    keep: Tensor
+    kept: Tensor
+    mass: Tensor
 
 
 def table_column(width: int, tier: int, index: Tensor) -> Tensor:

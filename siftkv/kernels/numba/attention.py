@@ -15,6 +15,7 @@ from siftkv.kernels.numba import threads
 from siftkv.kernels.numba.blocks import (
     BLOCK_AT,
     BLOCK_COLUMNS,
+    BLOCK_SKIPPED,
     HEAD_COLUMNS,
     HEAD_FIRST,
     HEAD_ITEMS,
@@ -33,13 +34,22 @@ from siftkv.kernels.numba.blocks import (
     plan_items,
 )
 from siftkv.kernels.numba.compile import inlined, inner, kernel
-from siftkv.kernels.numba.logits import TILE_TOKENS, add_bias, block_logits, prefetch_block, softmax_rows
+from siftkv.kernels.numba.logits import (
+    TILE_TOKENS,
+    add_bias,
+    add_weights,
+    block_logits,
+    prefetch_block,
+    skip_logits,
+    softmax_rows,
+)
 from siftkv.kernels.numba.refresh import refresh_block
 from siftkv.kernels.numba.threads import finish_item, next_item, wait_for_others
 from siftkv.kernels.numba.tiles import padded
 from siftkv.kernels.numba.values import SLICES, block_values, finish_values
 from siftkv.kernels.numba.vectors import LANES, fetch_add
 from siftkv.kernels.numba.views import DIM, HEADS, TOKENS, Views, views, words
+from siftkv.kernels.reference.attention import append_queries
 from siftkv.kernels.state import CacheState
 
 _LOG2E = 1.0 / math.log(2.0)
@@ -88,6 +98,9 @@ def _run_item(index, job, blocks, lanes, space):
         # The last block's keys are followed by the first block's values.
         prefetch_block(blocks[(i + 1) % made], layouts, pool, i + 1 == made)
         to = at + block[BLOCK_AT]
+        if block[BLOCK_SKIPPED]:
+            skip_logits(block, group, logits, to, width)
+            continue
         block_logits(
             block,
             sizes,
@@ -107,6 +120,7 @@ def _run_item(index, job, blocks, lanes, space):
             width,
         )
         add_bias(block, layouts, pool, rotary, layer, h, plain, group, dim, ld, logits, to, width)
+        add_weights(block, layouts, pool, group, logits, to, width)
     softmax_rows(logits, at, count, width, group, peaks[index], totals[index])
     out = part[index]
     out[:], sums[:], offset[:] = 0.0, 0.0, 0.0
@@ -114,6 +128,8 @@ def _run_item(index, job, blocks, lanes, space):
         block = blocks[i]
         if i + 1 < made:
             prefetch_block(blocks[i + 1], layouts, pool, True)
+        if block[BLOCK_SKIPPED]:
+            continue
         to = at + block[BLOCK_AT]
         block_values(
             block, sizes, layouts, pool, window, slot, head_slot, logits, to, width, group, ld, space, sums, offset, out
@@ -151,8 +167,8 @@ def _merge_head(row, job, blocks):
             for c in range(dim):
                 out[row, g, c] += peaks[i, g] * part[i, g * ld + c]
     slot = slots[row // sizes[HEADS]]
-    now, interval = window[5][slot], rules[1][slot]
-    if interval <= 0 or now % interval:
+    now, rule = window[5][slot], (rules[1][slot], rules[6][slot])
+    if rule[0] <= 0 or now % rule[0]:
         return
     head_slot = head_index(sizes, slot, layer, row % sizes[HEADS])
     for i in range(first, last):
@@ -161,8 +177,10 @@ def _merge_head(row, job, blocks):
         made = list_blocks(sizes, layouts, pool, window, slot, head_slot, item, blocks)
         for n in range(made):
             at = item[ITEM_AT] * group + blocks[n, BLOCK_AT]
+            if blocks[n, BLOCK_SKIPPED]:
+                continue
             refresh_block(
-                blocks[n], sizes, layouts, pool, window, slot, head_slot, logits, at, width, peaks[i], now, interval
+                blocks[n], sizes, layouts, pool, window, slot, head_slot, logits, at, width, peaks[i], now, rule
             )
 
 
@@ -207,6 +225,7 @@ def decode_attention(state: CacheState, layer: int, slots: Tensor, q: Tensor, k:
     held, c = views(state), state.conditioning
     batch, heads, dim = k.shape
     group, rows = q.shape[1] // heads, batch * heads
+    append_queries(state, layer, slots, q)
     scaled = (q.float() * (_LOG2E / math.sqrt(dim))).contiguous()
     rotated = scaled @ c.rotation if c.rotates else scaled
     out = torch.empty(batch, heads * group, dim, dtype=torch.float32)

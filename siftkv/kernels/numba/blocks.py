@@ -6,6 +6,8 @@ An item never depends on the batch or on the number of threads, so neither does 
 
 from __future__ import annotations
 
+import numpy as np
+
 from siftkv.kernels.numba.compile import inner
 from siftkv.kernels.numba.tiles import padded
 from siftkv.kernels.numba.views import DIM, HEADS, LAYERS, SINK_ROWS, TOKENS, WIDTH, WINDOW_ROWS
@@ -17,7 +19,7 @@ WINDOW_BLOCK = 64
 # Columns of the table of items, of heads and of blocks.
 ITEM_HEAD, ITEM_START, ITEM_END, ITEM_AT, ITEM_COLUMNS = range(5)
 HEAD_FIRST, HEAD_ITEMS, HEAD_PENDING, HEAD_COLUMNS = range(4)
-BLOCK_TIER, BLOCK_WHERE, BLOCK_COUNT, BLOCK_AT, BLOCK_COLUMNS = range(5)
+BLOCK_TIER, BLOCK_WHERE, BLOCK_COUNT, BLOCK_AT, BLOCK_SKIPPED, BLOCK_COLUMNS = range(6)
 
 IN_WINDOW = -1
 MAX_BLOCKS = ITEM_TOKENS + 2
@@ -119,8 +121,13 @@ def list_blocks(sizes, layouts, pool, window, slot, head_slot, item, blocks):
         length = sinks + recent if tier < 0 else pool[5][head_slot * tiers + tier]
         low, high = max(item[ITEM_START] - at, 0), min(item[ITEM_END] - at, length)
         for first in range(low, high, unit):
-            where = first if tier < 0 else pool[4][table_index(sizes, tiers, head_slot, tier, first // unit)]
-            blocks[made, BLOCK_TIER], blocks[made, BLOCK_WHERE] = tier, where
+            where, skipped = first, 0
+            if tier >= 0:
+                entry = table_index(sizes, tiers, head_slot, tier, first // unit)
+                where = np.int64(pool[4][entry])
+                if len(pool[6]):
+                    skipped = np.int64(pool[6][entry])
+            blocks[made, BLOCK_TIER], blocks[made, BLOCK_WHERE], blocks[made, BLOCK_SKIPPED] = tier, where, skipped
             blocks[made, BLOCK_COUNT], blocks[made, BLOCK_AT] = min(unit, high - first), at + first - item[ITEM_START]
             made += 1
         at += length

@@ -63,7 +63,10 @@ def _commit_tier(sizes, layouts, pool, free_ring, head_slot, tier, plan, carried
         copy_token(layout, pool[0], source, last % tokens, page, place % tokens)
         if plan[RETURNS] >= 0:
             free_ring[plan[RETURNS]] = source
-            pool[4][table_index(sizes, tiers, head_slot, tier, last // tokens)] = -1
+            emptied = table_index(sizes, tiers, head_slot, tier, last // tokens)
+            pool[4][emptied] = -1
+            if len(pool[6]):
+                pool[6][emptied] = 0
     else:
         write_token(layout, dim, pool[0], pool[1], pool[2], pool[3], page, place % tokens, k, v, codes, score, position)
     if action != OVERWRITE:

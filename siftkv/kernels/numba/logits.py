@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from siftkv.kernels.numba.blocks import (
     BLOCK_COUNT,
+    BLOCK_SKIPPED,
     BLOCK_TIER,
     BLOCK_WHERE,
     IN_WINDOW,
@@ -55,9 +58,13 @@ from siftkv.kernels.numba.views import (
     QUANTISED,
     SCORE_AT,
     VALUE_AT,
+    WEIGHT_AT,
+    WEIGHTS,
     WINDOW_KIND,
     WINDOW_ROWS,
 )
+
+_LOG2E = np.float32(1.0 / math.log(2.0))
 
 TILE_TOKENS = 32
 """Tokens of a tile: with 128 channels it still leaves half of a first-level cache."""
@@ -174,10 +181,30 @@ def add_bias(block, layouts, pool, rotary, layer, head, q, group, dim, ld, out, 
                 out[at + g * out_ld + t] += q[g * ld + pair] * x + q[g * ld + pair + half] * y
 
 
+@inlined
+def add_weights(block, layouts, pool, group, out, at, out_ld):
+    """Add the log-weights of a block's tokens to its logits, which count in base two."""
+    tier = block[BLOCK_TIER]
+    if tier == IN_WINDOW or not layouts[tier, WEIGHTS]:
+        return
+    start = (block[BLOCK_WHERE] * layouts[tier, PAGE_BYTES] + layouts[tier, WEIGHT_AT]) // 4
+    for g in range(group):
+        for t in range(block[BLOCK_COUNT]):
+            out[at + g * out_ld + t] += pool[3][start + t] * _LOG2E
+
+
+@inner
+def skip_logits(block, group, out, at, out_ld):
+    """Logits of a block that attention ignores."""
+    for g in range(group):
+        for t in range(block[BLOCK_COUNT]):
+            out[at + g * out_ld + t] = -np.inf
+
+
 @inner
 def softmax_rows(logits, at, count, ld, group, peak, total):
     """In place, for each query head: `p = 2 ** (logit - peak)`; `peak[g]` and `total[g]` are the row's maximum and
-    sum.
+    sum. A row that is all skipped has the maximum minus infinity, and so counts for nothing when items are merged.
     """
     for g in range(group):
         row = at + g * ld
@@ -187,7 +214,8 @@ def softmax_rows(logits, at, count, ld, group, peak, total):
         for t in range(LANES, count, LANES):
             largest = max16(load16(logits, row + t), largest)
         peak[g] = lanes_max(largest)
-        subtract, added = splat16(np.float32(peak[g])), splat16(np.float32(0))
+        finite = peak[g] if peak[g] > -np.inf else np.float32(0)
+        subtract, added = splat16(finite), splat16(np.float32(0))
         for t in range(0, count, LANES):
             p = exp2_16(sub16(load16(logits, row + t), subtract))
             store16(logits, row + t, p)
@@ -201,7 +229,7 @@ def softmax_rows(logits, at, count, ld, group, peak, total):
 def prefetch_block(block, layouts, pool, values):
     """Ask for the keys or the values of a block, metadata included, wherever its page stands."""
     tier = block[BLOCK_TIER]
-    if tier == IN_WINDOW:
+    if tier == IN_WINDOW or block[BLOCK_SKIPPED]:
         return
     layout = layouts[tier]
     low, high = (layout[VALUE_AT], layout[SCORE_AT]) if values else (layout[KEY_AT], layout[VALUE_AT])

@@ -49,12 +49,20 @@ def _weakest(layout, pool, tables_at, sign, length):
 
 
 @inner
+def _cap(rules, at, seen):
+    """Tokens that a head's tier may hold after `seen` tokens."""
+    cap = np.int64(rules[4][at])
+    share = np.ceil(rules[5][at] * np.float32(seen))
+    return np.int64(max(share, np.float32(-1))) if share < np.float32(cap) else cap
+
+
+@inner
 def _plan_head(sizes, layouts, pool, rules, head_slot, seen, active, score, examine, plan):
     """One head slot: the newcomer goes down the tiers until one takes it, and so does what it displaces."""
     tiers = len(layouts)
     for tier in range(tiers):
         at = head_slot * tiers + tier
-        length, cap = np.int64(pool[5][at]), np.int64(rules[4][at])
+        length, cap = np.int64(pool[5][at]), _cap(rules, at, seen)
         threshold = rules[3][at] / np.float32(seen)
         plan[tier, ACTION], plan[tier, RETURNS] = NOTHING, -1
         accept = active and cap > 0 and score >= threshold

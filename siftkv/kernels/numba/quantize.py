@@ -16,6 +16,7 @@ from siftkv.kernels.numba.bits import (
     score_from_bits,
 )
 from siftkv.kernels.numba.compile import inner
+from siftkv.kernels.numba.fit import fitted_range
 from siftkv.kernels.numba.tiles import compact_pair
 from siftkv.kernels.numba.vectors import (
     LANES,
@@ -51,7 +52,12 @@ from siftkv.kernels.numba.views import (
     VALUE_GROUPS,
     VALUE_META_AT,
     VALUE_ROW,
+    VOTE_AT,
+    VOTES,
+    WEIGHT_AT,
+    WEIGHTS,
 )
+from siftkv.kernels.reference.fit import FITTED_BITS
 
 _FP16_MAX = np.float32(65504.0)
 _E5M3_MAX_BITS = 0xF7
@@ -97,10 +103,10 @@ def half_meta(low, high, qmax):
 
 
 @inner
-def compact_meta(low, high, qmax):
-    """Scale byte and centre byte for values in `[low, high]` and zero."""
+def compact_meta(low, high, qmax, rounding):
+    """Scale byte and centre byte for values in `[low, high]` and zero. rounding: 127 = up, 64 = to the nearest."""
     low, high = min(low, np.float32(0)), max(high, np.float32(0))
-    scale = min((half_up((high - low) / np.float32(qmax)) + 127) >> 7, _E5M3_MAX_BITS)
+    scale = min((half_up((high - low) / np.float32(qmax)) + rounding) >> 7, _E5M3_MAX_BITS)
     unit = half_value(np.int64(scale) << 7) * np.float32(qmax / 254)
     centre = np.float32(0)
     if unit > 0:
@@ -116,8 +122,11 @@ def quantise(x, codes, dim, bits, groups, compact, pool8, pool16, meta):
     qmax, width = (1 << bits) - 1, dim // groups
     for i in range(groups):
         low, high = value_range(x, i * width, (i + 1) * width)
+        if bits <= FITTED_BITS:
+            low, high = fitted_range(x, i * width, (i + 1) * width, low, high, bits)
         if compact:
-            pool8[meta + 2 * i], pool8[meta + 2 * i + 1] = compact_meta(low, high, qmax)
+            rounding = 127 if bits > FITTED_BITS else 64
+            pool8[meta + 2 * i], pool8[meta + 2 * i + 1] = compact_meta(low, high, qmax, rounding)
             scale, zero = compact_pair(pool8[meta + 2 * i], pool8[meta + 2 * i + 1], bits)
         else:
             s, z = half_meta(low, high, qmax)
@@ -157,12 +166,16 @@ def write_token(layout, dim, pool8, pool16, pool32, pool_float, page, token, k, 
 
 @inner
 def write_state(layout, pool16, pool32, page, token, score, position):
-    """Score and position of a token, where its tier keeps them."""
+    """Score and position of a token, no votes and log-weight 0, where its tier keeps them."""
     base = page * layout[PAGE_BYTES]
     if layout[SCORES]:
         pool16[(base + layout[SCORE_AT]) // 2 + token] = score_bits(score)
     if layout[POSITIONS]:
         pool32[(base + layout[POSITION_AT]) // 4 + token] = position
+    if layout[VOTES]:
+        pool16[(base + layout[VOTE_AT]) // 2 + token] = 0
+    if layout[WEIGHTS]:
+        pool32[(base + layout[WEIGHT_AT]) // 4 + token] = 0
 
 
 @inner
@@ -244,6 +257,10 @@ def copy_token(layout, pool8, source_page, source, target_page, target):
         _copy_rows(pool8, pages, layout[SCORE_AT], 2, source, target)
     if layout[POSITIONS]:
         _copy_rows(pool8, pages, layout[POSITION_AT], 4, source, target)
+    if layout[VOTES]:
+        _copy_rows(pool8, pages, layout[VOTE_AT], 2, source, target)
+    if layout[WEIGHTS]:
+        _copy_rows(pool8, pages, layout[WEIGHT_AT], 4, source, target)
 
 
 @inner

@@ -19,17 +19,18 @@ from siftkv.kernels.numba.views import PAGE_BYTES, POSITION_AT, POSITIONS, SCORE
 
 
 @inner
-def _updated_mean(mean, attention, position, now, interval):
-    later = max(now - position, 0)
-    weight = np.float32(min(later, interval)) / np.float32(max(later, 1))
+def _updated_mean(mean, attention, position, now, interval, horizon):
+    known = min(max(now - position, 0), horizon)
+    weight = np.float32(min(known, interval)) / np.float32(max(known, 1))
     return mean + (attention - mean) * weight
 
 
 @inner
-def refresh_block(block, sizes, layouts, pool, window, slot, head_slot, p, at, p_ld, share, now, interval):
+def refresh_block(block, sizes, layouts, pool, window, slot, head_slot, p, at, p_ld, share, now, rule):
     """`p[at + g * p_ld + t] * share[g]` is the attention of query head g to token t of the block; the maximum over g
-    counts.
+    counts. rule: the request's interval and horizon.
     """
+    interval, horizon = rule
     tier, where, count = block[BLOCK_TIER], block[BLOCK_WHERE], block[BLOCK_COUNT]
     if tier != IN_WINDOW and not layouts[tier, SCORES]:
         return
@@ -47,8 +48,8 @@ def refresh_block(block, sizes, layouts, pool, window, slot, head_slot, p, at, p
         if tier == IN_WINDOW:
             position = window_position(where + t, sinks, start)
             row = head_slot * sizes[WINDOW_ROWS] + window_row_of(sizes, window, slot, position)
-            window[4][row] = _updated_mean(window[4][row], attention, position, now, interval)
+            window[4][row] = _updated_mean(window[4][row], attention, position, now, interval, horizon)
         else:
             position = np.int64(pool[2][positions + t]) if has_positions else 0
-            mean = _updated_mean(score_from_bits(pool[1][stored + t]), attention, position, now, interval)
+            mean = _updated_mean(score_from_bits(pool[1][stored + t]), attention, position, now, interval, horizon)
             pool[1][stored + t] = stochastic_score_bits(mean, position, now)

@@ -13,19 +13,22 @@ from siftkv.kernels.numba.commit import commit_tiers
 from siftkv.kernels.numba.plan import PLAN_COLUMNS, coordinate, plan_heads
 from siftkv.kernels.numba.vectors import LANES
 from siftkv.kernels.numba.views import KIND, QUANTISED, Views, views
+from siftkv.kernels.reference.bookkeeping import note_faults, note_peaks
 from siftkv.kernels.state import CacheState
 
 
-def sift_step(state: CacheState, slots: Tensor, advance: bool = True) -> Tensor:
+def sift_step(state: CacheState, slots: Tensor, examine: bool = True) -> Tensor:
     """See `siftkv.kernels.reference.sift_step`."""
     held, ids = views(state), slots.contiguous().numpy()
     seen, start, rules = held.window[5], held.window[6], held.rules
-    seen[ids] += int(advance)
+    note_faults(state, slots)
+    seen[ids] += 1
     leaves = seen[ids] - start[ids] > rules[0][ids]
     done = _cascade(state, held, ids, examine=False) if leaves.any() else np.ones(len(ids), np.bool_)
     start[ids] += leaves & done
-    for turn in range(int(rules[2][ids].max()) if len(ids) else 0):
+    for turn in range(int(rules[2][ids].max()) if examine and len(ids) else 0):
         _cascade(state, held, ids[done & (rules[2][ids] > turn)], examine=True)
+    note_peaks(state, slots)
     return torch.from_numpy(done)
 
 

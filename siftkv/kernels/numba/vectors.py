@@ -182,6 +182,19 @@ def splat16(typing, value):
 
 
 @intrinsic
+def keep16(typing, value, first, last):
+    """Lanes `first` to `last - 1` of a vector, zero in the others."""
+
+    def code(context, builder, signature, args):
+        lane = ir.Constant(lanes_of(I32), list(range(LANES)))
+        low, high = (splat(builder, builder.trunc(x, I32)) for x in args[1:])
+        inside = builder.and_(builder.icmp_signed(">=", lane, low), builder.icmp_signed("<", lane, high))
+        return builder.select(inside, args[0], constant(F32, 0.0))
+
+    return vector(vector, types.intp, types.intp), code
+
+
+@intrinsic
 def load16(typing, array, index):
     """Sixteen elements of an fp32 array."""
 

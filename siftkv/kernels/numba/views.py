@@ -21,8 +21,9 @@ QUANTISED = len(KINDS)
 BF16, FP16, FP32 = KINDS["bf16"], KINDS["fp16"], KINDS["fp32"]
 
 # Columns of the table of layouts.
-KIND, KEY_BITS, VALUE_BITS, KEY_GROUPS, VALUE_GROUPS, COMPACT, TOKENS, SCORES, POSITIONS, KEY_ROW, VALUE_ROW = range(11)
-KEY_AT, KEY_META_AT, VALUE_AT, VALUE_META_AT, SCORE_AT, POSITION_AT, PAGE_BYTES = range(11, 18)
+KIND, KEY_BITS, VALUE_BITS, KEY_GROUPS, VALUE_GROUPS, COMPACT, TOKENS, KEY_ROW, VALUE_ROW = range(9)
+SCORES, POSITIONS, VOTES, WEIGHTS = range(9, 13)
+KEY_AT, KEY_META_AT, VALUE_AT, VALUE_META_AT, SCORE_AT, POSITION_AT, VOTE_AT, WEIGHT_AT, PAGE_BYTES = range(13, 22)
 
 # Columns of `sizes`.
 LAYERS, HEADS, DIM, WINDOW_ROWS, SINK_ROWS, WINDOW_KIND, WIDTH, NUM_PAGES = range(8)
@@ -33,8 +34,9 @@ def layout_row(layout: PageLayout) -> list[int]:
     fmt = layout.format
     kind = KINDS[fmt.name] if fmt.dense else QUANTISED
     groups = [fmt.key_bits, fmt.value_bits, fmt.key_groups, fmt.value_groups, int(fmt.compact)]
-    state = [layout.tokens, int(layout.tier.scores), int(layout.tier.positions), layout.key_row, layout.value_row]
-    return [kind, *groups, *state, *layout.offsets, layout.page_bytes]
+    tier, rows = layout.tier, (layout.tokens, layout.key_row, layout.value_row)
+    state = [int(x) for x in (tier.scores, tier.positions, tier.votes, tier.weights)]
+    return [kind, *groups, *rows, *state, *layout.offsets, layout.page_bytes]
 
 
 def words(x: Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:
@@ -66,10 +68,11 @@ class Views:
     """Views of one `CacheState`, grouped as the compiled kernels take them. `pool` and `window` share memory with the
     state.
 
-    pool: pages as bytes, 16-bit words, int32 and fp32 (all flat), page table flat int32, lengths flat int32.
+    pool: pages as bytes, 16-bit words, int32 and fp32 (all flat), page table flat int32, lengths flat int32, skipped
+    pages uint8, flat as the page table or empty.
     window: keys as 16-bit words and fp32, values as 16-bit words and fp32 (all flat), score flat fp32, seen, start,
     sinks int64.
-    rules: window, refresh, catch_up int64, alpha flat fp32, cap flat int32.
+    rules: window, refresh, catch_up int64, alpha flat fp32, cap flat int32, cap_share flat fp32, horizon int64.
     rotary: cos, sin `[max_len, D/2]` fp32, bias `[L, H, D]` fp32, pairs `[L, H, P]` int32, rank `[L, H]` int32.
     ring: free_ring int32, counters int64.
     work: buffers by name. spaces: the threads' own buffers in attention, by number of threads and size of the group.
@@ -97,13 +100,18 @@ class Views:
 def views(state: CacheState) -> Views:
     """The views of a state: built at first use, and again if a tensor was replaced by another one."""
     held = state.scratch.get("numba")
-    pool = (state.pages, state.page_table, state.lengths, state.window_k, state.window_score)
-    rules = (state.seen, state.alpha, state.cap, state.refresh, state.catch_up, state.conditioning.bias)
+    pool = (state.pages, state.page_table, state.lengths, state.window_k, state.window_score, state.page_skip)
+    rules = (state.seen, *_rules(state), state.conditioning.bias)
     owner = hash(tuple(x.data_ptr() for x in (*pool, *rules)))
     if isinstance(held, Views) and held.owner == owner:
         return held
     made = state.scratch["numba"] = _views(state, owner)
     return made
+
+
+def _rules(state: CacheState) -> tuple[Tensor, ...]:
+    of_slots = (state.window, state.refresh, state.catch_up)
+    return (*of_slots, state.alpha, state.cap, state.cap_share, state.horizon)
 
 
 def _views(state: CacheState, owner: int) -> Views:
@@ -114,14 +122,14 @@ def _views(state: CacheState, owner: int) -> Views:
     numbers = [layers, heads, dim, rows, state.sink_rows, kind, state.width, state.num_pages]
     typed = (pages.view(t).numpy() for t in (torch.uint8, torch.uint16, torch.int32, torch.float32))
     rotary = tuple(x.contiguous().numpy() for x in (c.cos, c.sin, c.bias, c.pairs, c.rank))
-    steps, rule = [x.numpy() for x in (state.seen, state.window_start, state.sinks)], (state.alpha, state.cap)
+    steps = [x.numpy() for x in (state.seen, state.window_start, state.sinks)]
     return Views(
         owner,
         np.array(numbers, np.int64),
         np.array([layout_row(x) for x in state.layouts], np.int64).reshape(-1, PAGE_BYTES + 1),
-        (*typed, state.page_table.view(-1).numpy(), state.lengths.view(-1).numpy()),
+        (*typed, *(x.view(-1).numpy() for x in (state.page_table, state.lengths, state.page_skip))),
         (words(state.window_k), wide[0], words(state.window_v), wide[1], state.window_score.view(-1).numpy(), *steps),
-        (*(x.numpy() for x in (state.window, state.refresh, state.catch_up)), *(x.view(-1).numpy() for x in rule)),
+        tuple(x.view(-1).numpy() for x in _rules(state)),
         rotary,
         (state.free_ring.numpy(), state.counters.numpy()),
     )

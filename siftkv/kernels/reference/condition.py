@@ -30,6 +30,14 @@ def condition_keys(c: Conditioning, k: Tensor, bias: Tensor, position: Tensor) -
     return k @ c.rotation if c.rotates else k
 
 
+def plain_keys(c: Conditioning, k: Tensor, bias: Tensor, position: Tensor) -> Tensor:
+    """Inverse of `condition_keys`: plain keys fp32 `[..., D]` of conditioned ones."""
+    k = k @ c.rotation.T if c.rotates else k
+    if c.has_bias:
+        k = k + rotated_bias(c, bias, position)
+    return k
+
+
 def bias_logits(c: Conditioning, q: Tensor, bias: Tensor, position: Tensor) -> Tensor:
     """`q . RoPE_p(b_r)`: q `[B, H, G, D]`, bias `[H, D]`, position `[B, H, n]` to fp32 `[B, H, G, n]`, unscaled."""
     half = bias.shape[-1] // 2

@@ -1,8 +1,9 @@
 """Quantise tokens to page records and back: the readable reference, vectorised over any leading dimensions.
 
-Asymmetric min/max quantisation per token and sub-group (DiffKV, section 4.1), after RoPE. Scale and zero-point are
-stored in fp16 and codes are computed against the *stored* values. The zero-point is rounded down and the scale up, so
-no value is clipped: the error is at most half a stored scale.
+Asymmetric quantisation per token and sub-group, after RoPE: between minimum and maximum (DiffKV, section 4.1), codes of
+one or two bits over a fitted range (`siftkv.kernels.reference.fit`). Scale and zero-point are stored in fp16 and codes
+are computed against the *stored* values. The zero-point is rounded down and the scale up, so that codes of more than two
+bits clip no value: the error is at most half a stored scale.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siftkv.formats import DENSE_DTYPES, PageLayout, TierFormat
+from siftkv.formats import DENSE_DTYPES, VOTE_BYTES, WEIGHT_BYTES, PageLayout, TierFormat
+from siftkv.kernels.reference.fit import FITTED_BITS, fitted_range, nearest_codes
 
 SCORE_SCALE = 2.0**15
 """Scores (mean attention, 0 to 1) are stored in fp16 times this, so that means down to 2e-9 keep full precision."""
@@ -44,9 +46,13 @@ def half_down_signed(x: Tensor) -> Tensor:
     return torch.where(x < 0, -half_from_bits(bits), half_from_bits(bits))
 
 
-def _codes(x: Tensor, zero: Tensor, scale: Tensor, qmax: int) -> Tensor:
-    ratio = torch.where(scale > 0, (x - zero) / torch.where(scale > 0, scale, 1.0), torch.zeros(()))
-    return ratio.round().clamp(0, qmax).to(torch.uint8)
+def _codes(grouped: Tensor, zero: Tensor, scale: Tensor, qmax: int) -> Tensor:
+    return nearest_codes(grouped, zero[..., None], scale[..., None], qmax).to(torch.uint8).flatten(-2)
+
+
+def _value_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    return (low, high) if bits > FITTED_BITS else fitted_range(grouped, low, high, bits)
 
 
 def quantise_groups(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,25 +64,27 @@ def quantise_groups(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, 
     """
     qmax = 2**bits - 1
     grouped = x.unflatten(-1, (groups, -1))
-    low, high = grouped.amin(-1), grouped.amax(-1)
+    low, high = _value_range(grouped, bits)
     excess = ((high - low) - _FP16_MAX * qmax).clamp_min(0.0)
     zero = half_down_signed(low + excess / 2)
     scale = half_from_bits(half_up((high - zero).clamp_min(0.0) / qmax))
-    codes = _codes(grouped, zero[..., None], scale[..., None], qmax)
-    return codes.flatten(-2), scale, zero
+    return _codes(grouped, zero, scale, qmax), scale, zero
 
 
 def compact_meta(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
     """One-byte scale and centre of each group of `x` `[..., D]`: `(scale_byte, centre_byte)`, both uint8 `[...,
     groups]`.
 
-    The scale is an unsigned fp8 (5 exponent, 3 mantissa bits: the upper half of an fp16), rounded up. The centre of the
-    range counts in units of `scale * qmax / 254`, so that every range that contains zero can be named.
+    The scale is an unsigned fp8 (5 exponent, 3 mantissa bits: the upper half of an fp16), rounded up so that nothing is
+    clipped, or to the nearest where ranges are fitted. The centre of the range counts in units of `scale * qmax / 254`,
+    so that every range that contains zero can be named.
     """
     qmax = 2**bits - 1
     grouped = x.unflatten(-1, (groups, -1))
-    low, high = grouped.amin(-1).clamp_max(0.0), grouped.amax(-1).clamp_min(0.0)
-    scale_byte = ((half_up((high - low) / qmax) + 127) >> 7).clamp_max(_E5M3_MAX_BITS)
+    low, high = _value_range(grouped, bits)
+    low, high = low.clamp_max(0.0), high.clamp_min(0.0)
+    rounding = 127 if bits > FITTED_BITS else 64
+    scale_byte = ((half_up((high - low) / qmax) + rounding) >> 7).clamp_max(_E5M3_MAX_BITS)
     unit = half_from_bits(scale_byte << 7) * (qmax / 254)
     centre = torch.where(unit > 0, (low + high) / 2 / torch.where(unit > 0, unit, 1.0), torch.zeros(()))
     centre_byte = centre.round().clamp(-127, 127).to(torch.int32) & 0xFF
@@ -122,7 +130,7 @@ def _encode_values(v: Tensor, fmt: TierFormat) -> tuple[Tensor, Tensor]:
     scale_byte, centre_byte = compact_meta(v, fmt.value_bits, fmt.value_groups)
     scale, zero = expand_compact(scale_byte, centre_byte, fmt.value_bits)
     grouped = v.unflatten(-1, (fmt.value_groups, -1))
-    codes = _codes(grouped, zero[..., None], scale[..., None], 2**fmt.value_bits - 1).flatten(-2)
+    codes = _codes(grouped, zero, scale, 2**fmt.value_bits - 1)
     return pack_planes(codes, fmt.value_bits), torch.stack([scale_byte, centre_byte], -1).flatten(-2)
 
 
@@ -138,11 +146,24 @@ def score_from_bits(bits: Tensor) -> Tensor:
     return half_from_bits(bits.to(torch.int32) & 0xFFFF) / SCORE_SCALE
 
 
-def encode(layout: PageLayout, k: Tensor, v: Tensor, score: Tensor, position: Tensor) -> Tensor:
+MOST_VOTES = 0xFFFF
+"""Where a token's count of votes stops."""
+
+
+def encode(
+    layout: PageLayout,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor,
+    votes: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> Tensor:
     """Records of tokens: k, v fp32 `[..., D]`, score fp32 `[...]`, position int64 `[...]` to uint8 `[...,
     token_bytes]`.
 
-    `k` is what the tier stores: plain in a dense tier, conditioned in a quantised one.
+    `k` is what the tier stores: plain in a dense tier, conditioned in a quantised one. votes: integer, weight: fp32
+    `[...]`, None = zeros; a tier keeps those that it has room for.
     """
     fmt = layout.format
     if fmt.dense:
@@ -154,6 +175,12 @@ def encode(layout: PageLayout, k: Tensor, v: Tensor, score: Tensor, position: Te
         parts.append(_as_bytes(score_bits(score).to(torch.int16)[..., None]))
     if layout.tier.positions:
         parts.append(_as_bytes(position.to(torch.int32)[..., None]))
+    if layout.tier.votes:
+        votes = torch.zeros_like(position) if votes is None else votes
+        parts.append(_as_bytes(votes.clamp(0, MOST_VOTES).to(torch.int32).to(torch.int16)[..., None]))
+    if layout.tier.weights:
+        weight = torch.zeros_like(score, dtype=torch.float32) if weight is None else weight
+        parts.append(_as_bytes(weight.float()[..., None]))
     return torch.cat(parts, -1)
 
 
@@ -198,3 +225,16 @@ def decode(layout: PageLayout, record: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     if layout.tier.positions:
         position = _reinterpret(state[..., :4], torch.int32)[..., 0].long()
     return k, v, score, position
+
+
+def votes_and_weights(layout: PageLayout, record: Tensor) -> tuple[Tensor, Tensor]:
+    """Votes int32 and log-weights fp32 `[...]` of records `[..., token_bytes]`; zeros where a tier keeps none."""
+    votes = torch.zeros(record.shape[:-1], dtype=torch.int32, device=record.device)
+    weight = torch.zeros(record.shape[:-1], device=record.device)
+    end = layout.token_bytes
+    if layout.tier.weights:
+        weight = _reinterpret(record[..., end - WEIGHT_BYTES : end], torch.float32)[..., 0]
+        end -= WEIGHT_BYTES
+    if layout.tier.votes:
+        votes = _reinterpret(record[..., end - VOTE_BYTES : end], torch.int16)[..., 0].to(torch.int32) & MOST_VOTES
+    return votes, weight

@@ -12,14 +12,18 @@ from torch import Tensor
 from siftkv.kernels.reference.quantize import SCORE_SCALE
 
 
-def updated_mean(mean: Tensor, attention: Tensor, position: Tensor, now: Tensor, interval: Tensor) -> Tensor:
+def updated_mean(
+    mean: Tensor, attention: Tensor, position: Tensor, now: Tensor, interval: Tensor, horizon: Tensor
+) -> Tensor:
     """Mean after a refresh at query position `now` whose row stands for the last `interval` queries. All broadcast,
     fp32 and int64.
 
-    A token's own query does not count as a later one, so tokens at `position == now` keep their mean.
+    A token's own query does not count as a later one, so tokens at `position == now` keep their mean. The mean is that
+    of all later queries until there are `horizon` of them, and from then on it forgets: a query `horizon` positions back
+    counts 1/e of the newest.
     """
-    later = (now - position).clamp_min(0)
-    weight = torch.minimum(later, interval).float() / later.clamp_min(1).float()
+    known = torch.minimum((now - position).clamp_min(0), horizon)
+    weight = torch.minimum(known, interval).float() / known.clamp_min(1).float()
     return mean + (attention - mean) * weight
 
 

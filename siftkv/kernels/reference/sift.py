@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from siftkv.kernels.reference.bookkeeping import note_faults, note_peaks
 from siftkv.kernels.reference.condition import condition_keys
 from siftkv.kernels.reference.pages import return_pages, take_pages, tokens_a_page
 from siftkv.kernels.reference.quantize import decode, encode, score_from_bits
 from siftkv.kernels.reference.tokens import is_plain, page_of, pool_as, read_records, state_addresses, write_records
-from siftkv.kernels.state import CacheState, table_column, window_row
+from siftkv.kernels.state import UNLIMITED, CacheState, table_column, window_row
 
 
 @dataclass
@@ -37,26 +38,28 @@ class TierPlan:
     victim: Tensor
 
 
-def sift_step(state: CacheState, slots: Tensor, advance: bool = True) -> Tensor:
+def sift_step(state: CacheState, slots: Tensor, examine: bool = True) -> Tensor:
     """Advance every request in `slots` (int64 `[B]`, distinct) by the token that was just attended to, and sift the
-    token that leaves its window.
+    token that leaves its window. `not_finite` and `peak_pages` of the requests are brought up to date.
 
-    advance=False sifts without a new token, for a request that fell behind. Returns bool `[B]`: false where the free
-    pages did not suffice; that request's token stays in the slack of its window, and nothing of what it keeps changed.
+    examine=False: the caller knows that `catch_up` is 0 for all of them. Returns bool `[B]`: false where the free pages
+    did not suffice; that request's token stays in the slack of its window, and nothing of what it keeps changed.
     """
-    state.seen[slots] += int(advance)
+    note_faults(state, slots)
+    state.seen[slots] += 1
     start, seen = state.window_start[slots], state.seen[slots]
     leaves = seen - start > state.window[slots]
     score, k, v = _leaving_token(state, slots, start)
     active = leaves[:, None, None].expand(score.shape)
     done = _cascade(state, slots, seen, active, score, start, k, v, examine=False)
     state.window_start[slots] += (leaves & done).long()
-    for turn in range(int(state.catch_up[slots].max()) if len(slots) else 0):
+    for turn in range(int(state.catch_up[slots].max()) if examine and len(slots) else 0):
         more = done & (state.catch_up[slots] > turn)
         nothing = torch.zeros_like(active)
         _cascade(
             state, slots[more], seen[more], nothing[more], score[more], start[more], k[more], v[more], examine=True
         )
+    note_peaks(state, slots)
     return done
 
 
@@ -81,12 +84,19 @@ def _weakest(state: CacheState, slots: Tensor, tier: int) -> tuple[Tensor, Tenso
     return score.min(-1)
 
 
+def _caps(state: CacheState, slots: Tensor, seen: Tensor, tier: int) -> Tensor:
+    """Tokens that each head's tier may hold after `seen` tokens, int64 `[B, L, H]`."""
+    cap = state.cap[slots][..., tier].long()
+    share = (state.cap_share[slots][..., tier] * seen[:, None, None].float()).ceil()
+    return torch.where(share < cap.float(), share.clamp(-1.0, UNLIMITED).long(), cap)
+
+
 def _plan(
     state: CacheState, slots: Tensor, seen: Tensor, active: Tensor, score: Tensor, examine: bool
 ) -> list[TierPlan]:
     plans = []
     for tier in range(len(state.layouts)):
-        length, cap = state.lengths[slots][..., tier].long(), state.cap[slots][..., tier].long()
+        length, cap = state.lengths[slots][..., tier].long(), _caps(state, slots, seen, tier)
         threshold = state.alpha[slots][..., tier] / seen[:, None, None].float()
         weakest, victim = _weakest(state, slots, tier)
         accept = active & (cap > 0) & (score >= threshold)
@@ -200,3 +210,5 @@ def _remove(state: CacheState, slots: Tensor, tier: int, remove: Tensor, victim:
     column = table_column(state.width, tier, last[emptied] // state.layouts[tier].tokens)
     return_pages(state, source[emptied])
     state.page_table[slots[request], layer, head, tier // 2, column] = -1
+    if state.skips:
+        state.page_skip[slots[request], layer, head, tier // 2, column] = 0

@@ -42,6 +42,18 @@ def state_addresses(state: CacheState, tier: int, page: Tensor, slot_in_tier: Te
     return (start + layout.offsets[4]) // 2 + token, (start + layout.offsets[5]) // 4 + token
 
 
+def vote_addresses(state: CacheState, tier: int, page: Tensor, slot_in_tier: Tensor) -> Tensor:
+    """Where votes of tokens stand in the flat pool of 2-byte units, int64 `[...]`."""
+    layout = state.layouts[tier]
+    return (page.clamp_min(0) * layout.page_bytes + layout.offsets[6]) // 2 + slot_in_tier % layout.tokens
+
+
+def weight_addresses(state: CacheState, tier: int, page: Tensor, slot_in_tier: Tensor) -> Tensor:
+    """Where log-weights of tokens stand in the flat pool of 4-byte units, int64 `[...]`."""
+    layout = state.layouts[tier]
+    return (page.clamp_min(0) * layout.page_bytes + layout.offsets[7]) // 4 + slot_in_tier % layout.tokens
+
+
 def pool_as(state: CacheState, dtype: torch.dtype) -> Tensor:
     """The whole pool as a flat tensor of a wider type (a view)."""
     return state.pages.view(-1).view(dtype)
