@@ -91,3 +91,22 @@ def test_bodies_are_chosen_by_type_and_rows(monkeypatch: pytest.MonkeyPatch) -> 
         x = normal(rows, 64, seed=rows).to(dtype)
         torch.testing.assert_close(fused.swiglu(x), reference.swiglu(x), rtol=2**-6, atol=1e-20)
     assert used == [65]
+
+
+def test_merged_operations_equal_their_parts() -> None:
+    """What a GPU does in one launch is elsewhere the parts, one after another."""
+    config = ModelConfig("LlamaForCausalLM", 97, 64, 64, 1, 1, 1, 32, 512)
+    table, norm = RotaryTable(config, 512), normal(64)
+    ids, positions = torch.tensor([5, 96, 0]), torch.tensor([0, 511, 30])
+    x, normed, cos, sin = fused.enter(ids, positions, normal(97, 64), norm, 1e-5, table.cos, table.sin)
+    assert torch.equal(x, normal(97, 64)[ids])
+    assert torch.equal(normed, fused.rms_norm(x, norm, 1e-5))
+    for found, expected in zip((cos, sin), table.gather(positions), strict=True):
+        assert torch.equal(found, expected)
+    weight, bias = normal(5 * 32, 64, seed=3), normal(5 * 32, seed=4)
+    heads = torch.nn.functional.linear(normed, weight, bias)
+    assert torch.equal(fused.linear(normed, weight, bias), heads)
+    assert torch.equal(fused.swiglu_linear(normed, weight, bias), fused.swiglu(heads))
+    turned = fused.rotated_linear(normed, weight, bias, cos, sin, 3)
+    assert torch.equal(turned[:, :3], fused.rotate(heads.view(3, 5, 32)[:, :3], cos, sin))
+    assert torch.equal(turned[:, 3:], heads.view(3, 5, 32)[:, 3:])

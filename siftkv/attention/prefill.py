@@ -5,7 +5,7 @@ is done.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from siftkv.cache import KVCache
 from siftkv.errors import NumericsError, OutOfPages
 from siftkv.kernels.prompts import PromptBatch
-from siftkv.policies.base import PromptView
+from siftkv.policies.base import PromptView, Sifted
 
 
 class Sifter(Protocol):
@@ -26,7 +26,7 @@ class Sifter(Protocol):
 
     def rows(self, length: int) -> tuple[Tensor, Tensor] | None: ...
 
-    def classify(self, prompt: PromptView) -> Tensor: ...
+    def sift(self, prompt: PromptView) -> Sifted: ...
 
 
 @dataclass
@@ -46,13 +46,17 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbours in the batch, of one length and under one policy: classed together. prompts: which of the batch."""
+    """Neighbours in the batch, of one length and under one policy: classed together.
+
+    prompts: which of the batch. slots: int64 `[R]`, theirs.
+    """
 
     prompts: range
     span: slice
     length: int
     sifter: Sifter
     protected: Tensor
+    slots: Tensor
 
 
 class PrefillAttention:
@@ -79,10 +83,14 @@ class PrefillAttention:
     def _group(self, prompts: range) -> _Group:
         first, last = self.chunks[prompts[0]], self.chunks[prompts[-1]]
         span = slice(first.start, last.start + last.length)
-        return _Group(prompts, span, first.length, first.sifter, self.cache.protected(first.slot, first.length))
+        protected = self.cache.protected(first.slot, first.length)
+        slots = self.batch.table[prompts.start : prompts.stop, 0].long()
+        return _Group(prompts, span, first.length, first.sifter, protected, slots)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kernels = self.cache.kernels
+        for chunk in self.chunks if self.cache.spec.query_rows else ():
+            self.cache.store_queries(layer, chunk.slot, q[chunk.start : chunk.start + chunk.length])
         if kernels.DEFERS_FAULTS:
             out, lse = ragged_attention(q, k, v, self.batch)
             score = kernels.measure_prompts(self.batch, q, k, lse)
@@ -113,7 +121,7 @@ class PrefillAttention:
             score = self.cache.kernels.prompt_importance(q[span], k[span], rows, weight, lse)
         try:
             tier = torch.empty(score.shape, dtype=torch.int8, device=k.device)
-            own = _Group(group.prompts, slice(0, group.length), group.length, group.sifter, group.protected)
+            own = replace(group, span=slice(0, group.length))
             self._classify(layer, own, q[span], k[span], v[span], score, lse, tier)
             self.cache.store_prompt(layer, chunk.slot, k[span], v[span], score, tier, finite)
         except (OutOfPages, NumericsError) as failure:
@@ -130,7 +138,7 @@ class PrefillAttention:
         lse: Tensor | None,
         tier: Tensor,
     ) -> None:
-        """Ask the group's policy and write its answer into `tier` int8 `[H, T]`."""
+        """Ask the group's policy and write its answer into `tier` int8 `[H, T]`, and `score` fp32 where it says so."""
         span, shape = group.span, (len(group.prompts), group.length)
 
         def measure(rows: Tensor, weight: Tensor) -> Tensor:
@@ -150,8 +158,15 @@ class PrefillAttention:
             k[span].unflatten(0, shape),
             v[span].unflatten(0, shape),
             measure,
+            (self.cache.state.conditioning.cos, self.cache.state.conditioning.sin),
+            self.cache.spec.num_layers,
         )
-        tier[:, span].unflatten(1, shape).copy_(group.sifter.classify(view).transpose(0, 1))
+        found = group.sifter.sift(view)
+        tier[:, span].unflatten(1, shape).copy_(found.tier.transpose(0, 1))
+        if found.score is not None:
+            score[:, span].unflatten(1, shape).copy_(found.score.transpose(0, 1))
+        if found.share is not None:
+            self.cache.set_shares(layer, group.slots, found.share)
 
 
 def _runs(chunks: list[PromptChunk], together: bool) -> list[range]:
@@ -178,9 +193,11 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, batch: PromptBatch) -> tup
     """Exact causal attention of prompts laid end to end: q `[T, Hq, D]`, k, v `[T, H, D]` to `[T, Hq, D]`, and each
     query's natural log-sum-exp, fp32 `[Hq, T]`, where the library gives it.
 
-    Several short prompts go through one call of PyTorch's variable-length flash attention; a long one is faster alone,
-    through cuDNN.
+    Prompts of one length are a batch to cuDNN; several short ones go through one call of PyTorch's variable-length
+    flash attention; a long one is faster alone, through cuDNN.
     """
+    if len(set(batch.lengths)) == 1 and len(batch.slots) > 1 and _cudnn_gives_lse(q):
+        return _equal_attention(q, k, v, batch)
     if len(batch.slots) > 1 and batch.longest <= _SHORT_PROMPT and _flash_takes(q):
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -192,6 +209,14 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, batch: PromptBatch) -> tup
         return parts[0]
     sums = [lse for _, lse in parts if lse is not None]
     return torch.cat([out for out, _ in parts]), torch.cat(sums, 1) if len(sums) == len(parts) else None
+
+
+def _equal_attention(q: Tensor, k: Tensor, v: Tensor, batch: PromptBatch) -> tuple[Tensor, Tensor]:
+    """cuDNN takes prompts of one length as a batch."""
+    shape = (len(batch.slots), batch.longest)
+    query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True)
+    return found[0].transpose(1, 2).flatten(0, 1), found[1].view(shape[0], q.shape[1], -1).transpose(0, 1).flatten(1)
 
 
 _SHORT_PROMPT = 2048

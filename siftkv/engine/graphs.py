@@ -1,5 +1,5 @@
 """CUDA graphs of the decode step: one a batch bucket, captured once and replayed while lengths, tiers and page tables
-change under it.
+change under it (and another where stale tokens are examined).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from siftkv.attention import DecodeAttention
 from siftkv.cache import KVCache
+from siftkv.kernels.cuda.step import choose
 from siftkv.models import Decoder
 
 _WARM_UP_STEPS = 2
@@ -25,39 +26,39 @@ def batch_buckets(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Step:
-    """Outputs of a captured step: logits fp32 `[B, vocab]`, best int64 `[B]`; finite (keys and values) and usable
-    (logits) bool `[B]`.
+    """Outputs of a captured step: logits `[B, vocab]` in the model's dtype, and what
+    `siftkv.kernels.cuda.step.choose` makes of them.
     """
 
     logits: Tensor
-    finite: Tensor
-    best: Tensor
-    usable: Tensor
+    choice: Tensor
 
 
 @dataclass(frozen=True)
 class Landing:
-    """A step on its way: its tokens on the device, and copies that arrive in host memory when `wait` returns."""
+    """A step on its way: its tokens on the device, valid until the next step is launched, and a copy of its `choice`
+    that has arrived in host memory when `wait` returns.
+    """
 
     tokens: Tensor
-    _host: tuple[Tensor, Tensor, Tensor]
+    _choice: Tensor
     _arrived: torch.cuda.Event
 
     @classmethod
-    def of(cls, tokens: Tensor, finite: Tensor, counters: Tensor) -> Landing:
-        tokens = tokens.clone()
-        host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in (tokens, finite, counters))
-        for target, source in zip(host, (tokens, finite, counters), strict=True):
-            target.copy_(source, non_blocking=True)
+    def of(cls, choice: Tensor, count: int) -> Landing:
+        """Of the first `count` requests of a step."""
+        host = torch.empty(choice.shape, dtype=choice.dtype, pin_memory=True)
+        host.copy_(choice, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(tokens, host, arrived)  # type: ignore[arg-type]
+        return cls(choice[:count], host, arrived)
 
     def wait(self) -> tuple[list[int], list[bool], int]:
         """Token ids and finite flags of the step's requests, and the pages that were free after it."""
         self._arrived.synchronize()
-        tokens, finite, counters = self._host
-        return tokens.tolist(), finite.tolist(), int(counters[1] - counters[0])
+        choice, count = self._choice.tolist(), len(self.tokens)
+        size = (len(choice) - 2) // 2
+        return choice[:count], [bool(x) for x in choice[size : size + count]], choice[-1] - choice[-2]
 
 
 class DecodeGraphs:
@@ -73,15 +74,18 @@ class DecodeGraphs:
         self.cache = cache
         self.buckets = batch_buckets(cache.spec.max_slots)
         device = decoder.device
-        self._padding = cache.spec.max_slots
+        self._padding = cache.state.padding_slot
+        cache.state.seen[self._padding] = 1
         self._token_ids = torch.zeros(self.buckets[-1], dtype=torch.int64, device=device)
         self._slots = torch.full_like(self._token_ids, self._padding)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, _Step]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Step]] = {}
         self._pool: Any = None
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture every bucket, the largest first, so that the others fit into its memory."""
+        """Capture every bucket, the largest first, so that the others fit into its memory. Graphs that examine stale
+        tokens too are captured when they are first needed, unless they are needed now.
+        """
         for size in reversed(self.buckets):
             self._capture(size)
 
@@ -91,23 +95,22 @@ class DecodeGraphs:
         Returns logits fp32 `[B, vocab]` and finite bool `[B]`, valid until the next run.
         """
         step = self._replay(token_ids, slots)
-        return step.logits[: len(slots)], step.finite[: len(slots)]
+        return step.logits[: len(slots)].float(), self.cache.finite(self._slots[: len(slots)])
 
     def launch(self, token_ids: Tensor, slots: Tensor) -> Landing:
         """`run` for greedy requests, without waiting: the likeliest tokens stay on the device and go to the host."""
-        step = self._replay(token_ids, slots)
-        count = len(slots)
-        return Landing.of(step.best[:count], step.finite[:count] & step.usable[:count], self.cache.state.counters)
+        return Landing.of(self._replay(token_ids, slots).choice, len(slots))
 
     def _replay(self, token_ids: Tensor, slots: Tensor) -> _Step:
         count = len(slots)
         size = next(b for b in self.buckets if b >= count)
-        if size not in self._graphs:
+        if (size, self.cache.examines) not in self._graphs:
             self._capture(size)
         self._token_ids[:count].copy_(token_ids, non_blocking=True)
         self._slots[:count].copy_(slots, non_blocking=True)
-        self._slots[count:size].fill_(self._padding)
-        graph, step = self._graphs[size]
+        if count < size:
+            self._slots[count:size].fill_(self._padding)
+        graph, step = self._graphs[size, self.cache.examines]
         graph.replay()
         return step
 
@@ -124,23 +127,20 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             step = self._step(size)
         self._pool = self._pool or graph.pool()
-        self._graphs[size] = (graph, step)
+        self._graphs[size, self.cache.examines] = (graph, step)
         self._slots.copy_(kept)
 
     def _step(self, size: int) -> _Step:
-        state = self.cache.state
-        state.seen[self._padding].fill_(1)
-        state.window_start[self._padding].fill_(0)
-        token_ids, slots = self._token_ids[:size], self._slots[:size]
-        logits, finite = decode_step(self.decoder, self.cache, token_ids, slots)
-        best = logits.max(-1)
-        return _Step(logits, finite, best.indices, best.values.isfinite())
+        token_ids, slots, state = self._token_ids[:size], self._slots[:size], self.cache.state
+        logits = decode_step(self.decoder, self.cache, token_ids, slots)
+        return _Step(logits, choose(logits, state.not_finite, slots, state.counters))
 
 
-def decode_step(decoder: Decoder, cache: KVCache, token_ids: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each request, int64 `[B]` each, eagerly: logits fp32 `[B, vocab]` and finite bool `[B]`."""
+def decode_step(decoder: Decoder, cache: KVCache, token_ids: Tensor, slots: Tensor) -> Tensor:
+    """One token of each request, int64 `[B]` each, eagerly: logits `[B, vocab]` in the model's dtype. Then
+    `KVCache.finite` tells whether they are of use.
+    """
     positions = cache.state.seen[slots]
     hidden = decoder(token_ids, positions, DecodeAttention(cache, slots))
-    finite = cache.finite(slots)
     cache.step(slots)
-    return decoder.logits(hidden), finite
+    return decoder.raw_logits(hidden)

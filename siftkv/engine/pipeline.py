@@ -19,8 +19,9 @@ class Flight:
 def flies(sequence: Sequence) -> bool:
     """Whether a sequence's next token is the likeliest one whatever the host knows: a step need not wait for it."""
     params = sequence.params
-    simple = params.greedy and not params.penalised and params.logprobs is None and params.min_tokens == 0
-    return simple and sequence.fed == len(sequence.output_ids) - 1
+    simple = params.greedy and not params.adjusts and params.logprobs is None and params.min_tokens == 0
+    captured = sequence.cascade is None or not sequence.cascade.eager
+    return simple and captured and sequence.fed == len(sequence.output_ids) - 1
 
 
 def most_pages(sequences: list[Sequence], head_slots: int) -> int:

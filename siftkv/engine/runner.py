@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from siftkv.attention import PrefillAttention, PromptChunk
+from siftkv.attention.decode import choosers
 from siftkv.attention.prefill import Sifter
 from siftkv.cache import KVCache
 from siftkv.engine.graphs import DecodeGraphs, decode_step
@@ -50,12 +51,16 @@ class Runner:
 
         The caller made sure that the pages of the step are free (`KVCache.step_page_bound`).
         """
-        device = self.decoder.device
-        if self.graphs is not None:
+        if self.graphs is not None and not choosers(self.cache):
             return self.graphs.run(_pinned(token_ids), _pinned(slots))
-        return decode_step(
-            self.decoder, self.cache, torch.tensor(token_ids, device=device), torch.tensor(slots, device=device)
-        )
+        tokens, at = (self._on_device(values) for values in (token_ids, slots))
+        logits = decode_step(self.decoder, self.cache, tokens, at)
+        return logits.float(), self.cache.finite(at)
+
+    def _on_device(self, values: list[int]) -> Tensor:
+        """int64 on the model's device, without waiting for it."""
+        device = self.decoder.device
+        return _pinned(values).to(device, non_blocking=True) if device.type == "cuda" else torch.tensor(values)
 
 
 def _pinned(values: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The decoder's arithmetic between its matrix products, each operation one pass over memory where a body exists.
+"""The decoder's arithmetic around its matrix products, each operation one pass over memory where a body exists.
 
 PyTorch runs the reference anywhere. `numba` takes bf16 batches of many rows on a CPU: there every pass through memory
 counts, while at few rows the calls themselves do. `cuda` takes 16-bit tensors on GPUs of compute capability 9.0 and
@@ -8,16 +8,21 @@ later, where in a decode step every launch counts.
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from siftkv.errors import SiftKVError
 from siftkv.kernels.reference import elementwise as reference
 
 _MANY_ROWS = 64
 """Up to this many rows a CPU is not held up by memory, and PyTorch's operations start faster."""
+
+
+_FEW_ROWS = 2
+"""Up to this many rows a GPU's linear layers are kernels of our own."""
 
 
 class _Body(Protocol):
@@ -61,12 +66,69 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _body(gate_up).swiglu(gate_up)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias`: x `[T, E]`, weight `[N, E]`, bias `[N]` or None, to `[T, N]`."""
+    few = _few_rows(x, weight)
+    return F.linear(x, weight, bias) if few is None else few.linear(x, weight, bias)
+
+
+def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`swiglu` of `linear`: x `[T, E]`, weight `[2I, E]`, to `[T, I]`."""
+    few = _few_rows(x, weight)
+    return swiglu(F.linear(x, weight, bias)) if few is None else few.swiglu_linear(x, weight, bias)
+
+
+def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    """`linear` to heads, the first `turned` of which are turned as by `rotate`: x `[T, E]`, weight `[heads * D, E]`, to
+    `[T, heads, D]`.
+    """
+    few = _few_rows(x, weight)
+    if few is not None:
+        return few.rotated_linear(x, weight, bias, cos, sin, turned)
+    heads = F.linear(x, weight, bias).unflatten(1, (-1, cos.shape[-1]))
+    return torch.cat([rotate(heads[:, :turned], cos, sin), heads[:, turned:]], 1)
+
+
+def enter(
+    token_ids: Tensor, positions: Tensor, embedding: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the first layer takes: embeddings `[T, E]` of token_ids `[T]`, their `rms_norm`, and the factors of `rotate`
+    at positions `[T]`.
+
+    token_ids, positions: int64. embedding `[vocab, E]`, weight `[E]`; cos, sin: rotary tables fp32 `[P, D/2]`.
+    """
+    if _on_gpu(embedding) and _cuda().takes_norm(embedding, weight):
+        return _step().enter(token_ids, positions, embedding, weight, eps, cos, sin)
+    x = F.embedding(token_ids, embedding)
+    factors = rotary_factors(cos.index_select(0, positions), sin.index_select(0, positions))
+    return x, rms_norm(x, weight, eps), *factors
+
+
+def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of `rotate` from cosines and sines fp32 `[T, D/2]`."""
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def merges_rotation(x: Tensor, weight: Tensor) -> bool:
+    """Whether `rotated_linear` is one launch, and so better than its parts."""
+    return _few_rows(x, weight) is not None
+
+
+def _few_rows(x: Tensor, weight: Tensor) -> Any:
+    """The module of kernels for very few rows, where it takes these."""
+    if x.shape[0] > _FEW_ROWS or not _on_gpu(x):
+        return None
+    return _linear() if _linear().takes(x, weight) else None
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and _compiles(x.device)
+
+
 def _body(x: Tensor) -> _Body:
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.shape[0] > _MANY_ROWS:
         return _numba()
-    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and _compiles(x.device):
-        return _cuda()
-    return cast(_Body, reference)
+    return cast(_Body, _cuda() if _on_gpu(x) else reference)
 
 
 @cache
@@ -77,10 +139,24 @@ def _numba() -> _Body:
 
 
 @cache
-def _cuda() -> _Body:
+def _cuda() -> Any:
     from siftkv.kernels.cuda import elementwise
 
-    return cast(_Body, elementwise)
+    return elementwise
+
+
+@cache
+def _linear() -> Any:
+    from siftkv.kernels.cuda import linear
+
+    return linear
+
+
+@cache
+def _step() -> Any:
+    from siftkv.kernels.cuda import step
+
+    return step
 
 
 @cache

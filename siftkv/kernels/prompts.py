@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class PromptBatch:
         row_starts[b + 1])`, none where its policy needs no scores.
     table: int32 `[B, 8]` on the device: slot, start, length, first of rows, rows, middle's first, middle's end, 0.
     bounds: int32 `[B + 1]` on the device, the starts and the end of all.
+    scratch: what a kernel body derives once from the batch for all layers (lists of work, work space).
     """
 
     slots: tuple[int, ...]
@@ -36,6 +38,7 @@ class PromptBatch:
     row_starts: tuple[int, ...]
     table: Tensor
     bounds: Tensor
+    scratch: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn import functional as F
 
-from siftkv.kernels.fused import rotate, swiglu
+from siftkv.kernels.fused import linear, merges_rotation, rotate, rotated_linear, swiglu_linear
 from siftkv.models.config import ModelConfig
 
 _MLP_ROWS = 1024
@@ -80,7 +79,10 @@ class DecoderLayer:
 
         q and k are normed over D where the model does so, then turned by cos and sin [T, 1, D].
         """
-        qkv = F.linear(x, self.qkv, self.qkv_bias).view(x.shape[0], self.num_qkv_heads, self.head_dim)
+        if self.qk_norm is None and merges_rotation(x, self.qkv):
+            qkv = rotated_linear(x, self.qkv, self.qkv_bias, cos, sin, self.num_qk_heads)
+            return qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_qk_heads], qkv[:, self.num_qk_heads :]
+        qkv = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], self.num_qkv_heads, self.head_dim)
         qk = qkv[:, : self.num_qk_heads]
         if self.qk_norm is not None:
             qk = torch.rms_norm(qk, (self.head_dim,), None, self.eps) * self.qk_norm
@@ -89,7 +91,7 @@ class DecoderLayer:
 
     def output(self, attended: Tensor) -> Tensor:
         """attended[T, Hq, D] -> [T, E]."""
-        return F.linear(attended.flatten(1), self.o, self.o_bias)
+        return linear(attended.flatten(1), self.o, self.o_bias)
 
     def mlp(self, x: Tensor) -> Tensor:
         """SwiGLU: x[T, E], normed by `mlp_norm` -> [T, E]."""
@@ -98,7 +100,7 @@ class DecoderLayer:
         return torch.cat([self._mlp(part) for part in x.split(_MLP_ROWS)])
 
     def _mlp(self, x: Tensor) -> Tensor:
-        return F.linear(swiglu(F.linear(x, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+        return linear(swiglu_linear(x, self.gate_up, self.gate_up_bias), self.down, self.down_bias)
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: str | torch.device) -> Parameter:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from siftkv.kernels.fused import rotate
+from siftkv.kernels.fused import rotary_factors, rotate
 from siftkv.models.config import ModelConfig
 from siftkv.models.rope_config import RopeConfig
 
@@ -47,11 +47,13 @@ class RotaryTable:
         `lengths` [T]: the length of each token's request, read by dynamic NTK only; the prompt's length for a token of
         the prompt, position + 1 (the default) for a generated one.
         """
-        if lengths is None or self._rope.type != "dynamic":
-            cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        else:
-            cos, sin = self._cos_sin(positions, lengths)
-        return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+        if lengths is None or self.serves(lengths):
+            return rotary_factors(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+        return rotary_factors(*self._cos_sin(positions, lengths))
+
+    def serves(self, lengths: Tensor | None) -> bool:
+        """Whether the tables hold what `gather` gives for tokens of requests of these lengths."""
+        return lengths is None or self._rope.type != "dynamic"
 
     def rotate(self, x: Tensor, positions: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Turn x[T, heads, D] to positions[T]; computed in float32, returned in x's dtype. `lengths` as in `gather`.

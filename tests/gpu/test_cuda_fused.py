@@ -8,6 +8,7 @@ from torch import Tensor
 
 from siftkv.kernels import fused
 from siftkv.kernels.cuda import elementwise as fast
+from siftkv.kernels.cuda import linear as few
 from siftkv.kernels.reference import elementwise as reference
 from siftkv.models import ModelConfig
 from siftkv.models.rope import RotaryTable
@@ -112,3 +113,79 @@ def test_gpu_bodies_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         fused.swiglu(normal(2, 64, dtype=dtype))
     assert used == [torch.bfloat16]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("inner", "outer"), [(4096, 512), (14336, 130), (576, 1536), (8, 2), (1000, 98), (1544, 6)])
+def test_linear_layers_of_few_rows(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(inner)
+    x, weight = normal(rows, inner, dtype=dtype), normal(outer, inner, dtype=dtype, scale=inner**-0.5)
+    for bias in (None, normal(outer, dtype=dtype)):
+        exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert few.takes(x, weight)
+        found = few.linear(x, weight, bias)
+        assert relative(found, exact) < STEP[dtype] / 2
+        assert relative(few.swiglu_linear(x, weight, bias), reference.swiglu(exact)) < 2 * STEP[dtype]
+        # A request's result does not depend on its batch mates.
+        assert torch.equal(found[-1:], few.linear(x[-1:].clone(), weight, bias))
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_projection_and_rotation_in_one(dim: int, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    config = ModelConfig("LlamaForCausalLM", 97, 64, 64, 1, 1, 1, dim, 512)
+    cos, sin = RotaryTable(config, 512, "cuda").gather(torch.arange(rows, device="cuda") * 30)
+    x, weight = normal(rows, 512, dtype=dtype), normal(7 * dim, 512, dtype=dtype, scale=512**-0.5)
+    for bias in (None, normal(7 * dim, dtype=dtype)):
+        heads = few.linear(x, weight, bias).view(rows, 7, dim)
+        found = few.rotated_linear(x, weight, bias, cos, sin, 5)
+        assert_near(found[:, :5], reference.rotate(heads[:, :5], cos, sin), 1, 1e-6)
+        assert torch.equal(found[:, 5:], heads[:, 5:])
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "size"), [(1, 4096), (5, 576), (70, 64)])
+def test_entry_of_a_pass(tokens: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    config = ModelConfig("LlamaForCausalLM", 97, 64, 64, 1, 1, 1, 64, 512)
+    table = RotaryTable(config, 512, "cuda")
+    embedding, weight = normal(97, size, dtype=dtype), normal(size, dtype=dtype)
+    ids, positions = (torch.randint(n, (tokens,), device="cuda") for n in (97, 512))
+    x, normed, cos, sin = fused.enter(ids, positions, embedding, weight, 1e-5, table.cos, table.sin)
+    assert torch.equal(x, embedding[ids])
+    assert_near(normed, reference.rms_norm(x, weight, 1e-5), 2, 1e-6)
+    for found, expected in zip((cos, sin), table.gather(positions), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_early_launches_in_a_graph_keep_their_order() -> None:
+    """Linear layers read their weights before the launch before them has ended, and its result after."""
+    torch.manual_seed(0)
+    size = 1024
+    weights = [normal(2 * size, size, dtype=torch.bfloat16, scale=size**-0.5) for _ in range(12)]
+    norm, x = torch.ones(size, dtype=torch.bfloat16, device="cuda"), normal(2, size, dtype=torch.bfloat16)
+
+    def chain() -> Tensor:
+        held = x
+        for weight in weights:
+            held = fused.rms_norm(held, norm, 1e-5)
+            held, _ = fused.add_rms_norm(held, fused.swiglu_linear(held, weight, None), norm, 1e-5)
+            held = fused.linear(held, weight[:size], None)
+        return held
+
+    expected = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(30):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)

@@ -13,13 +13,13 @@ from torch import Tensor
 from siftkv.cache.conditioning import hadamard
 from siftkv.errors import FormatError
 from siftkv.kernels import reference
+from siftkv.kernels.cuda.append import append_tokens, refused_layers, write_window
 from siftkv.kernels.cuda.pages import release
-from siftkv.kernels.cuda.prompt import append_tokens, refused_layers, write_window
 from siftkv.kernels.cuda.sift import sift_step
 from siftkv.kernels.reference.attention import append_to_window, tier_tokens
 from siftkv.kernels.reference.quantize import decode
 from siftkv.kernels.reference.tokens import read_records
-from siftkv.kernels.state import CacheState
+from siftkv.kernels.state import CacheState, window_row
 from tests.kernel_helpers import assert_same, fill, live_bytes, make_state, random_tiers
 
 pytestmark = [
@@ -74,9 +74,19 @@ def sift(slow: CacheState, quick: CacheState, seed: int, steps: int, rotated: bo
         slow.window_score.copy_(torch.rand(slow.window_score.shape, generator=g) ** 3 * 0.03)
         for name in ("window_k", "window_v", "window_score"):
             getattr(quick, name).copy_(getattr(slow, name))
-        advance = step % 4 != 3
-        served = reference.sift_step(slow, slots, advance)
-        assert torch.equal(sift_step(quick, slots.cuda(), advance).cpu(), served)
+        if step % 4 == 3:
+            newest = window_row(slow, slow.seen, slow.sinks)[slots[0]]
+            for state in (slow, quick):
+                state.window_v[slots[0], -1, -1, newest, dim // 2] = torch.inf
+        served = reference.sift_step(slow, slots)
+        assert torch.equal(sift_step(quick, slots.cuda()).cpu(), served)
+        for name in ("not_finite", "peak_pages"):
+            assert torch.equal(getattr(slow, name), getattr(quick, name).cpu()), name
+        if step % 4 == 3:
+            assert bool(slow.not_finite[slots[0]])
+            for state in (slow, quick):
+                state.not_finite.zero_()
+                state.window_v[slots[0], -1, -1, newest, dim // 2] = 0.0
         refused += int((~served).sum())
         compare = assert_close if rotated else assert_same
         compare(slow, moved(quick, "cpu"))
@@ -230,6 +240,20 @@ def test_write_window_is_the_same() -> None:
     reference.write_window(slow, 1, 2, *tokens)
     write_window(quick, 1, 2, *(x.cuda() for x in tokens))
     assert_same(slow, moved(quick, "cpu"))
+
+
+def test_steps_without_examination_and_the_padding_slot() -> None:
+    state = filled(("k8v4", "k4v2"), rotates=False)
+    state.catch_up.zero_()
+    quick = moved(state, "cuda")
+    quick.padding_slot = 1
+    held = quick.seen[1].clone()
+    for _ in range(4):
+        served = reference.sift_step(state, torch.tensor([2, 0]), False)
+        found = sift_step(quick, torch.tensor([2, 0, 1, 1], device="cuda"), False)
+        assert torch.equal(found[:2].cpu(), served)
+    assert quick.seen[1] == held
+    assert torch.equal(quick.seen[[0, 2]].cpu(), state.seen[[0, 2]])
 
 
 def test_unsuitable_caches_are_named() -> None:

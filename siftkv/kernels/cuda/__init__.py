@@ -1,8 +1,11 @@
 """Kernels for NVIDIA GPUs of compute capability 9.0 and later: CUDA C++, compiled for each cache at first use."""
 
+from siftkv.kernels.cuda.append import append_tokens, refused_layers, store_prompts, write_window
 from siftkv.kernels.cuda.attention import decode_attention
+from siftkv.kernels.cuda.importance import measure_prompts, prompt_importance
 from siftkv.kernels.cuda.pages import release
-from siftkv.kernels.cuda.prompt import append_tokens, prompt_importance, refused_layers, write_window
+from siftkv.kernels.cuda.rewrite import rewrite
+from siftkv.kernels.cuda.select import select, selects
 from siftkv.kernels.cuda.sift import sift_step
 
 DEFERS_FAULTS = True
@@ -11,9 +14,14 @@ __all__ = [
     "DEFERS_FAULTS",
     "append_tokens",
     "decode_attention",
+    "measure_prompts",
     "prompt_importance",
     "refused_layers",
     "release",
+    "rewrite",
+    "select",
+    "selects",
     "sift_step",
+    "store_prompts",
     "write_window",
 ]

@@ -26,8 +26,9 @@ _REFRESH_LAYERS = 4
 
 _POINTERS = (
     *("slots", "q", "k", "v", "out", "pages", "table", "lengths", "window_k", "window_v", "window_score"),
-    *("seen", "window_start", "sinks", "refresh", "signs", "bias", "pairs", "rank", "trig"),
+    *("seen", "window_start", "sinks", "refresh", "horizon", "signs", "bias", "pairs", "rank", "trig"),
     *("query", "bias_query", "query_sum", "segments", "line", "partial_max", "partial_sum", "partial_out", "logits"),
+    *("queries", "page_skip"),
 )
 
 
@@ -95,7 +96,8 @@ class CudaAttention:
             constants["signs"] = hadamard_signs(c)
         if c.has_bias:
             constants["trig"] = rotary_parts(c)
-        names = ("pages", "lengths", "window_k", "window_v", "window_score", "seen", "window_start", "sinks", "refresh")
+        names = ["pages", "lengths", "window_k", "window_v", "window_score", "seen", "window_start", "sinks", "refresh"]
+        names += ["horizon", "queries", "page_skip"]
         return constants | {name: getattr(state, name) for name in names} | {"table": state.page_table}
 
     @property

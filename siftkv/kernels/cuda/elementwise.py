@@ -15,15 +15,28 @@ from siftkv.kernels.cuda.driver import Kernel, Module
 from siftkv.kernels.cuda.pages import read_sources
 from siftkv.kernels.reference import elementwise as reference
 
-_SOURCES = ("ptx.cuh", "elementwise.cu")
-_THREADS = {"rms_norm": 512, "add_rms_norm": 512, "rotate": 128, "swiglu": 128}
+_SOURCES = ("ptx.cuh", "elementwise.cu", "linear.cu", "step.cu")
+_THREADS = {
+    "rms_norm": 512,
+    "add_rms_norm": 512,
+    "add_rms_norm_narrow": 512,
+    "rotate": 128,
+    "swiglu": 128,
+    "enter": 512,
+    "choose": 1024,
+}
+_LINEARS = [f"{kind}_{rows}" for kind in ("plain", "swiglu", "rotary") for rows in (1, 2)]
+_LINEAR_THREADS, _LINEAR_RING_BYTES = 256, 8 * 6 * 4096
 _PIECE = 8
 """Channels that a thread reads at once."""
-_LARGEST_NORM = 8 * 512 * _PIECE
+_NARROW_NORM = 512 * _PIECE
+_LARGEST_NORM = 8 * _NARROW_NORM
 """Channels that the threads of one block hold in registers."""
 
 
-class _Norm(ctypes.Structure):
+class Norm(ctypes.Structure):
+    """`Norm` of `src/elementwise.cu`, field by field."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "update", "weight", "added", "out")),
         ("eps", ctypes.c_float),
@@ -55,26 +68,28 @@ def source(dtype: torch.dtype) -> str:
 @cache
 def _kernels(dtype: torch.dtype, device: torch.device) -> dict[str, Kernel]:
     module = Module(compile_cubin(source(dtype), architecture(device)))
-    return {name: module.kernel(name, threads) for name, threads in _THREADS.items()}
+    linears = {name: module.kernel(name, _LINEAR_THREADS, _LINEAR_RING_BYTES) for name in _LINEARS}
+    return linears | {name: module.kernel(name, threads) for name, threads in _THREADS.items()}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `siftkv.kernels.fused.rms_norm`."""
-    if not (_norms(x, weight) and x.is_contiguous()):
+    if not (takes_norm(x, weight) and x.is_contiguous()):
         return reference.rms_norm(x, weight, eps)
     out = torch.empty_like(x)
     pointers = (x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr())
-    _launch(x, "rms_norm", len(x), _Norm(*pointers, eps, x.shape[1]))
+    launch(x, "rms_norm", len(x), Norm(*pointers, eps, x.shape[1]))
     return out
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `siftkv.kernels.fused.add_rms_norm`."""
-    if not (_norms(x, weight) and x.is_contiguous() and update.is_contiguous() and _aligned(update)):
+    if not (takes_norm(x, weight) and x.is_contiguous() and update.is_contiguous() and _aligned(update)):
         return reference.add_rms_norm(x, update, weight, eps)
     added, out = torch.empty_like(x), torch.empty_like(x)
     pointers = (t.data_ptr() for t in (x, update, weight, added, out))
-    _launch(x, "add_rms_norm", len(x), _Norm(*pointers, eps, x.shape[1]))
+    name = "add_rms_norm_narrow" if x.shape[1] <= _NARROW_NORM else "add_rms_norm"
+    launch(x, name, len(x), Norm(*pointers, eps, x.shape[1]))
     return added, out
 
 
@@ -88,7 +103,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pointers = (t.data_ptr() for t in (x, cos, sin, out))
     arguments = _Rotate(*pointers, *x.stride()[:2], tokens, heads, dim)
-    _launch(x, "rotate", _blocks(out.numel() // (2 * _PIECE)), arguments)
+    launch(x, "rotate", _blocks(out.numel() // (2 * _PIECE)), arguments)
     return out
 
 
@@ -99,11 +114,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return reference.swiglu(gate_up)
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     arguments = _Swiglu(gate_up.data_ptr(), out.data_ptr(), rows, size)
-    _launch(gate_up, "swiglu", _blocks(out.numel() // _PIECE), arguments)
+    launch(gate_up, "swiglu", _blocks(out.numel() // _PIECE), arguments)
     return out
 
 
-def _launch(x: Tensor, name: str, blocks: int, arguments: ctypes.Structure) -> None:
+def launch(x: Tensor, name: str, blocks: int, arguments: ctypes.Structure) -> None:
+    """Launch the kernel of x's type and device, early."""
     if blocks:
         _kernels(x.dtype, x.device)[name].launch((blocks, 1), arguments, early=True)
 
@@ -112,7 +128,8 @@ def _blocks(pieces: int) -> int:
     return -(-pieces // _THREADS["rotate"])
 
 
-def _norms(x: Tensor, weight: Tensor) -> bool:
+def takes_norm(x: Tensor, weight: Tensor) -> bool:
+    """Whether the norms here take rows such as x's, `[n, E]`."""
     whole = x.shape[-1] % _PIECE == 0 and x.shape[-1] <= _LARGEST_NORM
     return whole and _aligned(x) and _aligned(weight)
 

@@ -24,9 +24,8 @@ THREADS = {
     "plan": 128,
     "coordinate": 256,
     "commit": 128,
-    "list": 1024,
+    "list": 512,
     "place": 256,
-    "window": 256,
     "count_pages": 1024,
     "return_pages": 32 * _RETURN_WARPS,
 }
@@ -34,7 +33,20 @@ THREADS = {
 
 _POINTERS = (
     *("pages", "free_ring", "counters", "table", "lengths", "window_k", "window_v", "window_score"),
-    *("seen", "window_start", "sinks", "window", "catch_up", "alpha", "cap", "cos", "sin", "bias", "signs"),
+    *(
+        "seen",
+        "window_start",
+        "sinks",
+        "window",
+        "catch_up",
+        "alpha",
+        "cap_share",
+        "cap",
+        "cos",
+        "sin",
+        "bias",
+        "signs",
+    ),
 )
 
 
@@ -64,10 +76,8 @@ def read_sources(names: tuple[str, ...]) -> str:
     return "\n".join((folder / name).read_text() for name in names)
 
 
-@lru_cache(maxsize=16)
-def _compiled(
-    layouts: tuple[PageLayout, ...], dtype: torch.dtype, rotates: bool, has_bias: bool, device: torch.device
-) -> tuple[Module, dict[str, Kernel]]:
+def cache_constants(layouts: tuple[PageLayout, ...], dtype: torch.dtype, rotates: bool, has_bias: bool) -> list[str]:
+    """Source lines that say what `token.cuh` and `cache.cuh` are compiled for."""
     dim = layouts[0].head_dim
     dense = [layout.format.dense for layout in layouts]
     values = {
@@ -78,13 +88,20 @@ def _compiled(
         "TIERS": len(layouts),
         "FIRST_QUANTISED": dense.index(False) if False in dense else len(layouts),
     }
-    constants = [
+    return [
         f"#define MODEL_BF16 {int(dtype == torch.bfloat16)}",
         *(f"constexpr int {name} = {value};" for name, value in values.items()),
         "template <int INDEX> struct Tier;",
         *(TierPlan(layout).constants(index) for index, layout in enumerate(layouts)),
         "#define EACH_TIER(X) " + " ".join(f"X({index})" for index in range(len(layouts))),
     ]
+
+
+@lru_cache(maxsize=16)
+def _compiled(
+    layouts: tuple[PageLayout, ...], dtype: torch.dtype, rotates: bool, has_bias: bool, device: torch.device
+) -> tuple[Module, dict[str, Kernel]]:
+    constants = cache_constants(layouts, dtype, rotates, has_bias)
     module = Module(compile_cubin("\n".join([*constants, read_sources(_SOURCES)]), architecture(device)))
     return module, {name: module.kernel(name, threads) for name, threads in THREADS.items()}
 
@@ -107,7 +124,7 @@ def _check(state: CacheState) -> None:
 class CacheKernels:
     """Compiled kernels of one cache, its arguments, and work space that launches hand to each other.
 
-    refused: see `siftkv.kernels.cuda.prompt.refused_layers`.
+    refused: see `siftkv.kernels.cuda.append.refused_layers`.
     """
 
     kernels: dict[str, Kernel]

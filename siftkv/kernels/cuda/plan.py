@@ -87,6 +87,8 @@ class Plan:
         return 2 * self.dim + 16
 
     def _tier_stage(self, tier: TierPlan) -> int:
+        if tier.layout.tier.weights:
+            return tier.weight_stage + tier.position_bytes
         if tier.dense:
             return 2 * tier.layout.tokens * self._dense_row
         return tier.code_bytes + (tier.position_bytes if self.bias_blocks else 0)
@@ -191,13 +193,15 @@ class Plan:
             "STAGES": self.stages,
             "TEAM": self.team_warps,
             "TEAMS": self.teams,
+            "QUERY_ROWS": state.query_rows,
+            "SKIPS": int(state.skips),
         }
         scale = math.log2(math.e) / math.sqrt(dim)
         return "\n".join(
             [
                 f"#define MODEL_BF16 {int(state.window_k.dtype == torch.bfloat16)}",
                 *(f"constexpr int {name} = {value};" for name, value in values.items()),
-                f"constexpr float LOGIT_SCALE = {scale!r}f;",
+                f"constexpr float LOGIT_SCALE = {scale!r}f, LOG2_E = {math.log2(math.e)!r}f;",
                 _by_kind("BLOCK_TOKENS", [self.window_block, *(t.layout.tokens for t in self.tiers)]),
                 _by_kind("BLOCK_COST", self.costs),
                 _by_kind("KEEPS_SCORES", [1, *(int(t.layout.tier.scores) for t in self.tiers)]),

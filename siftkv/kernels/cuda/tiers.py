@@ -45,9 +45,17 @@ class TierPlan:
     def position_bytes(self) -> int:
         return align(4 * self.layout.tokens, 16)
 
+    @property
+    def weight_stage(self) -> int:
+        """Where log-weights stand behind a page's codes or, dense, its rows."""
+        layout = self.layout
+        if self.dense:
+            return 2 * layout.tokens * (2 * layout.head_dim + 16)
+        return self.code_bytes + self.position_bytes
+
     def constants(self, index: int) -> str:
         fmt, layout = self.layout.format, self.layout
-        key, key_meta, value, value_meta, score, position = layout.offsets
+        key, key_meta, value, value_meta, score, position, vote, weight = layout.offsets
         values = {
             "INDEX": index,
             "DENSE": int(fmt.dense),
@@ -65,6 +73,10 @@ class TierPlan:
             "POSITION": position,
             "SCORES": int(layout.tier.scores),
             "POSITIONS": int(layout.tier.positions),
+            "VOTE": vote,
+            "WEIGHT": weight,
+            "VOTES": int(layout.tier.votes),
+            "WEIGHTS": int(layout.tier.weights),
             "KEY_ROW": layout.key_row,
             "KEY_WORDS": self.key_words,
             "KEY_WIDE": self.key_wide,
@@ -72,6 +84,8 @@ class TierPlan:
             "CODE_BYTES": self.code_bytes,
             "POSITION_BYTES": self.position_bytes,
             "POSITION_STAGE": self.code_bytes,
+            "WEIGHT_BYTES": self.position_bytes,
+            "WEIGHT_STAGE": self.weight_stage,
         }
         body = ", ".join(f"{name} = {value}" for name, value in values.items())
         return f"template <> struct Tier<{index}> {{ static constexpr int {body}; }};"

@@ -4,7 +4,7 @@ constexpr int TEAM_THREADS = 32 * TEAM, BLOCK_THREADS = TEAM_THREADS * TEAMS;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int NOTES_BYTES = STAGES * 32;  // a stage's barrier (8 bytes) and note (16 bytes)
 
-// What stands in a stage: segment, tokens, and where its logits go (-1: nowhere).
+// What stands in a stage: segment, tokens (0: a page that is skipped), and where its logits go (-1: nowhere).
 struct __align__(16) Note { int segment, tokens, logits; };
 
 // Walks over a team's blocks.
@@ -12,7 +12,9 @@ struct Cursor {
   int low, high;  // the share
   int segment, kind, block, stop, slot, tokens, logits;
   int ids, ids_from;  // page ids of 32 blocks, one a lane
+  u32 skipped;        // which of the 32 are skipped, where SKIPS
   const int* table;
+  const u8* skip;
   Window window;
 
   // Stands before the segment in which the share begins.
@@ -41,6 +43,7 @@ struct Cursor {
       if (kind == 0) window = window_of(a, slot);
       else {
         table = table_of(a, slot, segment / KINDS % KV_HEADS, kind - 1);
+        if constexpr (SKIPS) skip = a.page_skip + table_start(a, slot, segment / KINDS % KV_HEADS, kind - 1);
         ids_from = block - 32;
       }
       return true;
@@ -52,6 +55,7 @@ struct Cursor {
       ids_from = block;
       int at = min_int(block + (threadIdx.x & 31), stop - 1);
       ids = table[at * table_step(kind - 1)];
+      if constexpr (SKIPS) skipped = __ballot_sync(ALL, skip[at * table_step(kind - 1)] != 0);
     }
     return a.pages + static_cast<i64>(__shfl_sync(ALL, ids, block - ids_from)) * PAGE_BYTES;
   }
@@ -63,12 +67,17 @@ struct Stage {
 };
 template <class F> DEV void fetch_page(const Stage& s, const u8* page, int count, int thread) {
   if constexpr (F::DENSE) {
+    if (F::WEIGHTS && thread == 0) {
+      barrier_expect_more(s.barrier, F::WEIGHT_BYTES);
+      bulk_copy(s.data + F::WEIGHT_STAGE, page + F::WEIGHT, F::WEIGHT_BYTES, s.barrier);
+    }
     Dense<F::TOKENS>::copy(s.data, s.barrier, count, thread, [=](int token, int is_value) { return page + (is_value ? F::VALUE : F::KEY) + token * 2 * HEAD_DIM; });
   } else {
     constexpr bool positions = BIAS_BLOCKS > 0;
     if (thread == 0) {
-      barrier_expect(s.barrier, F::CODE_BYTES + (positions ? F::POSITION_BYTES : 0));
+      barrier_expect(s.barrier, F::CODE_BYTES + (positions ? F::POSITION_BYTES : 0) + (F::WEIGHTS ? F::WEIGHT_BYTES : 0));
       bulk_copy(s.data, page, F::CODE_BYTES, s.barrier);
+      if constexpr (F::WEIGHTS) bulk_copy(s.data + F::WEIGHT_STAGE, page + F::WEIGHT, F::WEIGHT_BYTES, s.barrier);
       if constexpr (positions) bulk_copy(s.data + F::POSITION_STAGE, page + F::POSITION, F::POSITION_BYTES, s.barrier);
     } else barrier_arrive(s.barrier);
   }
@@ -82,10 +91,12 @@ DEV void fetch_window(const Arguments& a, const Cursor& c, const Stage& s, int c
 }
 DEV void fetch(const Arguments& a, Cursor& c, const Stage& s, int thread) {
   int each = block_tokens(c.kind), from = c.block * each, count = min_int(each, c.tokens - from);
-  if (thread == 0) *s.note = {c.segment, count, c.logits < 0 ? -1 : c.logits + from};
-  if (c.kind == 0) fetch_window(a, c, s, count, thread);
+  const u8* page = c.kind > 0 ? c.page(a) : nullptr;
+  bool skipped = SKIPS && c.kind > 0 && (c.skipped >> (c.block - c.ids_from) & 1u);
+  if (thread == 0) *s.note = {c.segment, skipped ? 0 : count, c.logits < 0 ? -1 : c.logits + from};
+  if (skipped) barrier_arrive(s.barrier);
+  else if (c.kind == 0) fetch_window(a, c, s, count, thread);
   else {
-    const u8* page = c.page(a);
 #define FETCH_TIER(T) if (c.kind == 1 + T) fetch_page<Tier<T>>(s, page, count, thread);
     EACH_TIER(FETCH_TIER)
   }
@@ -94,7 +105,7 @@ DEV void fetch(const Arguments& a, Cursor& c, const Stage& s, int thread) {
 
 // The body of a tier's tiles: dense or quantised.
 template <class F, bool DENSE = F::DENSE> struct Tiles : Quantised<F> {};
-template <class F> struct Tiles<F, true> : Dense<F::TOKENS> {};
+template <class F> struct Tiles<F, true> : Dense<F::TOKENS, F::WEIGHTS> {};
 using WindowTiles = Dense<WINDOW_BLOCK>;
 
 DEV void begin_segment(Online& o, const Arguments& a, int segment) {

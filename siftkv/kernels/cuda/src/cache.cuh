@@ -9,7 +9,7 @@ struct Cache {
   float* window_score;
   i64 *seen, *window_start;
   const i64 *sinks, *window, *catch_up;
-  const float* alpha;
+  const float *alpha, *cap_share;
   const int* cap;
   const float *cos, *sin, *bias, *signs;
   i64 num_pages;

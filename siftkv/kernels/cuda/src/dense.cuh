@@ -1,8 +1,8 @@
 // Tiles of 16 tokens in the model's dtype: window rows and dense pages, token-major. Rows are copied to shared memory 16 bytes apart from being
-// adjacent, so that `ldmatrix` meets no bank twice.
+// adjacent, so that `ldmatrix` meets no bank twice; log-weights stand behind them.
 constexpr int DENSE_ROW = 2 * HEAD_DIM + 16;
 
-template <int TOKENS> struct Dense {
+template <int TOKENS, bool WEIGHTS = false> struct Dense {
   static DEV void begin(Online& o, const Arguments& a, int pair) { o.load_query(a, pair, 0); }
 
   // Copies `count` tokens by the threads of a team, a bulk copy a row; `rows(token, is_value)` gives the address of a row.
@@ -14,12 +14,19 @@ template <int TOKENS> struct Dense {
       bulk_copy(stage + (token + is_value * TOKENS) * DENSE_ROW, rows(token, is_value), 2 * HEAD_DIM, barrier);
     }
   }
+  // log2(e) times the log-weight of a row's token, 0 where the tier has none.
+  static DEV float weight(u32 stage, int token) {
+    if constexpr (!WEIGHTS) return 0.f;
+    return __uint_as_float(load_shared(stage + 2 * TOKENS * DENSE_ROW + 4 * token)) * LOG2_E;
+  }
   static DEV void tile(Online& o, u32 stage, int base, int count, float* logits) {
     int lane = threadIdx.x & 31, g = lane >> 2;
     // Rows beyond the last token are read from the last token, whose numbers are sound.
     int key_token = min_int(base + (lane & 15), count - 1), value_token = min_int(base + (lane & 7) + 8 * (lane >> 4), count - 1);
     u32 keys = stage + key_token * DENSE_ROW + 16 * (lane >> 4), values = stage + (TOKENS + value_token) * DENSE_ROW + 16 * (lane >> 3 & 1);
-    float s[NT][1][2][2], dot[NT][4] = {};
+    float s[NT][1][2][2], dot[NT][4] = {}, more[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) more[h] = weight(stage, min_int(base + g + 8 * h, count - 1));
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 16; i++) {
       u32 x[4];
@@ -33,7 +40,7 @@ template <int TOKENS> struct Dense {
       for (int h = 0; h < 2; h++) {
         bool inside = base + g + 8 * h < count;
 #pragma unroll
-        for (int c = 0; c < 2; c++) s[n][0][h][c] = inside ? dot[n][2 * h + c] * LOGIT_SCALE : -__int_as_float(0x7f800000);
+        for (int c = 0; c < 2; c++) s[n][0][h][c] = inside ? dot[n][2 * h + c] * LOGIT_SCALE + more[h] : -__int_as_float(0x7f800000);
         if (logits != nullptr && inside) keep_logits(logits + (base + g + 8 * h) * LOGIT_ROW, n, s[n][0][h][0], s[n][0][h][1]);
       }
     const float one[1][2] = {{1.f, 1.f}};

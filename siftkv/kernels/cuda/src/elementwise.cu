@@ -1,6 +1,7 @@
 // The decoder's arithmetic between its matrix products: eight 16-bit channels a thread, fp32 inside, each value rounded
 // to the model's type where the reference rounds it.
-constexpr int NORM_THREADS = 512, NORM_WARPS = NORM_THREADS / 32, PIECES = 8;
+constexpr int NORM_THREADS = 512, NORM_WARPS = NORM_THREADS / 32;
+constexpr int MOST_PIECES = 8;  // a thread holds of a row; rows of one piece leave registers for more rows at a time
 
 struct Norm {
   const u16 *x, *update, *weight;
@@ -69,9 +70,9 @@ DEV float block_sum(float x) {
   return x;
 }
 
-template <bool ADDS>
-DEV void norm_row(const Norm& a) {
-  i64 row = static_cast<i64>(blockIdx.x) * a.size;
+// One row: x from element `from` on, everything else at `row`. KEEPS: x itself goes to `added`.
+template <bool ADDS, bool KEEPS, int PIECES = MOST_PIECES>
+DEV void norm_row(const Norm& a, i64 from, i64 row) {
   Eight held[PIECES];
   float sum = 0;
   for (int i = 0, c = 8 * threadIdx.x; c < a.size; i++, c += 8 * NORM_THREADS)
@@ -82,14 +83,14 @@ DEV void norm_row(const Norm& a) {
     int c = 8 * (threadIdx.x + i * NORM_THREADS);
     if (c >= a.size) break;
     Eight& x = held[i];
-    x.load(a.x + row + c);
+    x.load(a.x + from + c);
     if constexpr (ADDS) {
       Eight update;
       update.load(a.update + row + c);
       for (int j = 0; j < 8; j++) x.x[j] += update.x[j];
       x.round();
-      x.store(a.added + row + c);
     }
+    if constexpr (ADDS || KEEPS) x.store(a.added + row + c);
     for (int j = 0; j < 8; j++) sum += x.x[j] * x.x[j];
   }
   float inverse = 1.0f / sqrtf(block_sum(sum) / a.size + a.eps);
@@ -105,12 +106,22 @@ DEV void norm_row(const Norm& a) {
     x.store(a.out + row + c);
   }
 }
-extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const __grid_constant__ Norm a) { norm_row<false>(a); }
+DEV i64 own_row(const Norm& a) { return static_cast<i64>(blockIdx.x) * a.size; }
+extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const __grid_constant__ Norm a) {
+  let_successor_start();
+  norm_row<false, false>(a, own_row(a), own_row(a));
+}
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) add_rms_norm(const __grid_constant__ Norm a) {
-  norm_row<true>(a);
+  let_successor_start();
+  norm_row<true, false>(a, own_row(a), own_row(a));
+}
+extern "C" __global__ void __launch_bounds__(NORM_THREADS, 4) add_rms_norm_narrow(const __grid_constant__ Norm a) {
+  let_successor_start();
+  norm_row<true, false, 1>(a, own_row(a), own_row(a));
 }
 
 extern "C" __global__ void __launch_bounds__(128) rotate(const __grid_constant__ Rotate a) {
+  let_successor_start();
   wait_for_predecessor();
   int half = a.dim / 2, pieces = half / 8;
   i64 index = static_cast<i64>(blockIdx.x) * 128 + threadIdx.x, pair = index / pieces;
@@ -133,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(128) rotate(const __grid_constant__
 }
 
 extern "C" __global__ void __launch_bounds__(128) swiglu(const __grid_constant__ Swiglu a) {
+  let_successor_start();
   wait_for_predecessor();
   int pieces = a.size / 8;
   i64 index = static_cast<i64>(blockIdx.x) * 128 + threadIdx.x, row = index / pieces;

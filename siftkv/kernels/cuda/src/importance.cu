@@ -1,5 +1,7 @@
 // Importance of prompt tokens (`siftkv.kernels.reference.prompt`): which attention sampled query rows give each key, without the matrix of it.
 //
+// Prompts of a batch share launches: each block finds its prompt and its place there in a list.
+// `pad`:       once a batch, the measured rows of each prompt with an end that counts for nothing, and the weights that follow each.
 // `exponents`: a block takes some (query row, head) pairs of one kv head and a part of the keys, and finds log2 of the sum of their exponentials; where
 // attention has left these sums it is not launched.
 // `combine`:   joins the parts of a row. `attention`: a block takes some keys and a part of the rows; since 2^x grows with x, the maximum over a group's
@@ -35,12 +37,15 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) exponents(const __grid_constant__ Importance a) {
   __shared__ __align__(16) u8 lines[LINES * PITCH];
   u32 at = shared_address(lines);
-  int pairs = a.count * GROUP, head = blockIdx.y % a.heads, part = blockIdx.y / a.heads, lane = threadIdx.x & 31;
+  int2 work = a.exponents_work[blockIdx.x];
+  const Prompt& p = a.prompts[work.x];
+  const i64* rows = a.rows + p.first_row;
+  int pairs = p.count * GROUP, head = blockIdx.y, part = work.y / p.pair_tiles, lane = threadIdx.x & 31;
   // Long rows first: they take longest.
-  int first = (gridDim.x - 1 - blockIdx.x) * HELD, last = min_int(first + HELD, pairs) - 1, low = part * a.keys_a_part;
-  int shortest = static_cast<int>(a.rows[first / GROUP]), visible = static_cast<int>(a.rows[last / GROUP]) + 1;
-  int high = min_int(low + a.keys_a_part, min_int(visible, a.tokens));
-  float* out = a.parts + (static_cast<i64>(part) * a.heads + head) * pairs;
+  int first = (p.pair_tiles - 1 - work.y % p.pair_tiles) * HELD, last = min_int(first + HELD, pairs) - 1, low = part * a.keys_a_part;
+  int shortest = static_cast<int>(rows[first / GROUP]), visible = static_cast<int>(rows[last / GROUP]) + 1;
+  int high = min_int(low + a.keys_a_part, min_int(visible, p.length));
+  float* out = parts_of(a, p) + (static_cast<i64>(part) * a.heads + head) * pairs;
   if (low >= high) {
     for (int i = first + threadIdx.x; i <= last; i += THREADS) out[i] = -INF;
     return;
@@ -49,12 +54,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) exponents(co
   Held held;
   hold(held, [&](int i) {
     int pair = min_int(first + i, last);
-    return a.q + a.rows[pair / GROUP] * a.q_token + (head * GROUP + pair % GROUP) * a.q_head;
+    return a.q + (p.start + rows[pair / GROUP]) * a.q_token + (head * GROUP + pair % GROUP) * a.q_head;
   });
   int mine = first + threadIdx.x / 32 * TILES * 16 + (lane >> 2), row[TILES][2];
 #pragma unroll
-  for (int i = 0; i < 2 * TILES; i++) row[i / 2][i % 2] = static_cast<int>(a.rows[min_int(mine + 8 * i, last) / GROUP]);
-  const u16* keys = a.k + head * a.k_head;
+  for (int i = 0; i < 2 * TILES; i++) row[i / 2][i % 2] = static_cast<int>(rows[min_int(mine + 8 * i, last) / GROUP]);
+  const u16* keys = a.k + p.start * a.k_token + head * a.k_head;
   auto fetch = [&](int from, int stage) {
     if (from < high) copy_rows<KEYS>(at + stage * KEYS * PITCH, [&](int i) { return keys + min_int(from + i, high - 1) * a.k_token; });
     copies_end();
@@ -91,40 +96,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) exponents(co
   }
 }
 
-// Rows and weights with an end that counts for nothing, and what follows each row.
-DEV void pad_rows(const Importance& a) {
+extern "C" __global__ void __launch_bounds__(FINISH_THREADS) pad(const __grid_constant__ Importance a) {
   __shared__ float sums[FINISH_THREADS];
-  int each = ceil_div(a.padded, FINISH_THREADS), from = min_int(threadIdx.x * each, a.padded), to = min_int(from + each, a.padded);
+  const Prompt p = a.prompts[blockIdx.x];
+  int each = ceil_div(p.padded, FINISH_THREADS), from = min_int(threadIdx.x * each, p.padded), to = min_int(from + each, p.padded);
   float sum = 0.f;
   for (int m = from; m < to; m++) {
-    bool inside = m < a.count;
-    float weight = inside ? a.weight[m] : 0.f;
-    a.padded_rows[m] = inside ? static_cast<int>(a.rows[m]) : 0x7FFFFFFF;
-    a.padded_weight[m] = weight;
+    bool inside = m < p.count;
+    float weight = inside ? a.weight[p.first_row + m] : 0.f;
+    a.padded_rows[p.first_padded + m] = inside ? static_cast<int>(a.rows[p.first_row + m]) : 0x7FFFFFFF;
+    a.padded_weight[p.first_padded + m] = weight;
     sum += weight;
   }
   sums[threadIdx.x] = sum;
   __syncthreads();
   float after = 0.f;
   for (int i = FINISH_THREADS - 1; i > static_cast<int>(threadIdx.x); i--) after += sums[i];
-  for (int m = to - 1; m >= from; m--) a.followers[m] = after += a.padded_weight[m];
+  for (int m = to - 1; m >= from; m--) a.followers[p.first_padded + m] = after += a.padded_weight[p.first_padded + m];
 }
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) combine(const __grid_constant__ Importance a) {
-  if (blockIdx.x == 0) {
-    pad_rows(a);
-    return;
-  }
-  int i = (blockIdx.x - 1) * FINISH_THREADS + threadIdx.x, m = i % a.padded, query = i / a.padded, pairs = a.count * GROUP;
+  let_successor_start();
+  int i = blockIdx.x * FINISH_THREADS + threadIdx.x, at = i % a.padded, query = i / a.padded;
   if (query >= a.heads * GROUP) return;
+  const Prompt& p = a.prompts[a.owners[at / ROW_QUANTUM]];
+  int m = at - p.first_padded;
   float value = INF;  // of rows that are not there: they attend to nothing
-  if (m < a.count && a.lse != nullptr) value = a.lse[query * a.lse_head + a.rows[m]] * 1.44269504f;
-  else if (m < a.count) {
-    int parts = ceil_div(static_cast<int>(a.rows[m]) + 1, a.keys_a_part);
-    const float* from = a.parts + query / GROUP * pairs + m * GROUP + query % GROUP;
+  if (m < p.count && a.lse != nullptr) value = a.lse[query * a.lse_head + p.start + a.rows[p.first_row + m]] * 1.44269504f;
+  else if (m < p.count) {
+    int pairs = p.count * GROUP, parts = ceil_div(static_cast<int>(a.rows[p.first_row + m]) + 1, a.keys_a_part);
+    const float* from = parts_of(a, p) + query / GROUP * pairs + m * GROUP + query % GROUP;
     i64 step = static_cast<i64>(a.heads) * pairs;
     float top = NEVER, sum = 0.f;
-    for (int p = 0; p < parts; p++) top = fmaxf(top, from[p * step]);
-    for (int p = 0; p < parts; p++) sum += exp2_fast(from[p * step] - top);
+    for (int part = 0; part < parts; part++) top = fmaxf(top, from[part * step]);
+    for (int part = 0; part < parts; part++) sum += exp2_fast(from[part * step] - top);
     value = top + log2_fast(sum);
   }
   a.exponent[i] = value;
@@ -143,21 +147,27 @@ DEV int first_after(const int* rows, int count, int token) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) attention(const __grid_constant__ Importance a) {
   __shared__ __align__(16) u8 lines[LINES * PITCH];
   u32 at = shared_address(lines);
-  int head = blockIdx.y % a.heads, part = blockIdx.y / a.heads, lane = threadIdx.x & 31;
-  int first = blockIdx.x * HELD, mine = first + threadIdx.x / 32 * TILES * 16 + (lane >> 2);
-  int low = max_int(part * a.rows_a_part, first_after(a.padded_rows, a.count, first) / ROWS * ROWS), high = min_int((part + 1) * a.rows_a_part, a.padded);
+  let_successor_start();
+  wait_for_predecessor();
+  int2 work = a.attention_work[blockIdx.x];
+  const Prompt& p = a.prompts[work.x];
+  const int* padded_rows = a.padded_rows + p.first_padded;
+  const float *weights = a.padded_weight + p.first_padded, *exponents = a.exponent + p.first_padded;
+  int head = blockIdx.y, part = work.y / p.key_tiles, lane = threadIdx.x & 31;
+  int first = work.y % p.key_tiles * HELD, mine = first + threadIdx.x / 32 * TILES * 16 + (lane >> 2), length = p.length;
+  int low = max_int(part * p.rows_a_part, first_after(padded_rows, p.count, first) / ROWS * ROWS), high = min_int((part + 1) * p.rows_a_part, p.padded);
   float sum[TILES][2] = {};
   if (low < high) {
-    const u16 *keys = a.k + head * a.k_head, *queries = a.q + head * GROUP * a.q_head;
+    const u16 *keys = a.k + p.start * a.k_token + head * a.k_head, *queries = a.q + p.start * a.q_token + head * GROUP * a.q_head;
     clear_edges(at);
     Held held;
-    hold(held, [&](int i) { return keys + min_int(first + i, a.tokens - 1) * a.k_token; });
+    hold(held, [&](int i) { return keys + min_int(first + i, length - 1) * a.k_token; });
     // A stage is the queries of one head at ROWS rows; heads of a group follow each other.
     int stages = (high - low) / ROWS * GROUP;
     auto fetch = [&](int i) {
-      const int* rows = a.padded_rows + low + i / GROUP * ROWS;
+      const int* rows = padded_rows + low + i / GROUP * ROWS;
       const u16* query = queries + i % GROUP * a.q_head;
-      if (i < stages) copy_rows<ROWS>(at + i % ROW_STAGES * ROWS * PITCH, [&](int r) { return query + min_int(rows[r], a.tokens - 1) * a.q_token; });
+      if (i < stages) copy_rows<ROWS>(at + i % ROW_STAGES * ROWS * PITCH, [&](int r) { return query + min_int(rows[r], length - 1) * a.q_token; });
       copies_end();
     };
     for (int i = 0; i < ROW_STAGES - 1; i++) fetch(i);
@@ -172,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) attention(co
         float2 exponent[ROWS / 8];
 #pragma unroll
         for (int n = 0; n < ROWS / 8; n++)
-          exponent[n] = *reinterpret_cast<const float2*>(a.exponent + static_cast<i64>(head * GROUP + g) * a.padded + from + 8 * n + 2 * (lane & 3));
+          exponent[n] = *reinterpret_cast<const float2*>(exponents + static_cast<i64>(head * GROUP + g) * a.padded + from + 8 * n + 2 * (lane & 3));
         float c[TILES][ROWS / 8][4];
         multiply(c, held, at + i % ROW_STAGES * ROWS * PITCH);
 #pragma unroll
@@ -185,11 +195,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) attention(co
               best[m][n][j] = g == 0 ? x : fmaxf(best[m][n][j], x);
             }
       }
-      bool edge = a.padded_rows[from] <= first + HELD - 1;
+      bool edge = padded_rows[from] <= first + HELD - 1;
 #pragma unroll
       for (int n = 0; n < ROWS / 8; n++) {
-        float2 weight = *reinterpret_cast<const float2*>(a.padded_weight + from + 8 * n + 2 * (lane & 3));
-        int2 row = *reinterpret_cast<const int2*>(a.padded_rows + from + 8 * n + 2 * (lane & 3));
+        float2 weight = *reinterpret_cast<const float2*>(weights + from + 8 * n + 2 * (lane & 3));
+        int2 row = *reinterpret_cast<const int2*>(padded_rows + from + 8 * n + 2 * (lane & 3));
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
@@ -207,14 +217,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) attention(co
     x += shuffle_xor(x, 1);
     x += shuffle_xor(x, 2);
     int key = mine + 8 * i;
-    if ((lane & 3) == 0 && key < a.tokens) a.sums[(static_cast<i64>(part) * a.heads + head) * a.tokens + key] = x;
+    if ((lane & 3) == 0 && key < length) sums_of(a, p)[(static_cast<i64>(part) * a.heads + head) * length + key] = x;
   }
 }
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) finish(const __grid_constant__ Importance a) {
-  int i = blockIdx.x * FINISH_THREADS + threadIdx.x, all = a.heads * a.tokens;
-  if (i >= all) return;
-  int after = first_after(a.padded_rows, a.count, i % a.tokens);
+  wait_for_predecessor();
+  int2 work = a.finish_work[blockIdx.x];
+  const Prompt& p = a.prompts[work.x];
+  int key = work.y * FINISH_THREADS + threadIdx.x, head = blockIdx.y;
+  if (key >= p.length) return;
+  int after = first_after(a.padded_rows + p.first_padded, p.count, key);
+  const float* sums = sums_of(a, p) + static_cast<i64>(head) * p.length + key;
   float sum = 0.f;
-  for (int p = 0; p < a.row_parts; p++) sum += a.sums[static_cast<i64>(p) * all + i];
-  a.out[i] = after < a.count ? __fdiv_rn(sum, fmaxf(a.followers[after], 1.17549435e-38f)) : 0.f;
+  for (int part = 0; part < p.row_parts; part++) sum += sums[static_cast<i64>(part) * a.heads * p.length];
+  float followers = after < p.count ? fmaxf(a.followers[p.first_padded + after], 1.17549435e-38f) : INF;
+  a.out[static_cast<i64>(head) * a.tokens + p.start + key] = __fdiv_rn(sum, followers);
 }

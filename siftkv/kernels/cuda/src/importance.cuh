@@ -4,25 +4,41 @@ constexpr int TILES = HEAD_DIM <= 128 ? 2 : 1;  // of 16 rows, held in registers
 constexpr int HELD = TEAM_WARPS * TILES * 16;   // rows a block holds
 constexpr int KEYS = 32 * TILES, KEY_STAGES = 2;  // keys a stage in `exponents`
 constexpr int ROWS = 16 * TILES, ROW_STAGES = 4;  // query rows a stage in `attention`
+constexpr int ROW_QUANTUM = 32;                   // measured rows of a prompt are padded to a multiple of it
 constexpr int STEPS = (HEAD_DIM + 15) / 16, PITCH = 2 * HEAD_DIM + 16;  // a line is a row and 16 bytes, so that `ldmatrix` meets no bank twice
 constexpr int LINES = KEYS * KEY_STAGES;
 static_assert(LINES == ROWS * ROW_STAGES, "both passes stream through the same lines");
 #define INF __int_as_float(0x7f800000)
 
+// One prompt of a batch; its sizes depend on no other.
+struct __align__(16) Prompt {
+  int start, length;           // its rows of q and k
+  int first_row, count;        // its measured rows, M
+  int first_padded, padded;    // the same with an end that counts for nothing
+  int rows_a_part, row_parts;  // of `attention`
+  int parts, sums;             // where its partial results begin, in units of [H, group] and [H]
+  int key_tiles, pair_tiles;   // blocks that hold all keys, all (row, head) pairs
+};
+
 struct Importance {
   const u16 *q, *k;
-  const i64* rows;       // [M], ascending
-  const float* weight;   // [M]
-  const float* lse;      // [H * group, N]: logarithms of the rows' sums, or null
-  float* parts;          // [key parts, H, M * group]
+  const i64* rows;       // of all prompts, ascending in each, positions in the prompt
+  const float* weight;
+  const float* lse;      // [H * group, tokens]: logarithms of the rows' sums, or null
+  const Prompt* prompts;
+  const int* owners;     // the prompt of each `ROW_QUANTUM` padded rows
+  const int2 *exponents_work, *attention_work, *finish_work;  // (prompt, index in it) of each block
+  float* parts;          // [key parts, H, M * group] of each prompt
   float* exponent;       // [H, group, padded]
-  float *padded_weight, *followers;  // [padded]: weights, and weights of the rows from here on
+  float *padded_weight, *followers;  // [padded]: weights, and weights of the prompt's rows from here on
   int* padded_rows;
-  float* sums;           // [row parts, H, N]
-  float* out;            // [H, N]
+  float* sums;           // [row parts, H, length] of each prompt
+  float* out;            // [H, tokens]
   i64 q_token, q_head, k_token, k_head, lse_head;
-  int tokens, heads, count, padded, keys_a_part, rows_a_part, row_parts;
+  int tokens, heads, padded, keys_a_part;
 };
+DEV float* parts_of(const Importance& a, const Prompt& p) { return a.parts + static_cast<i64>(p.parts) * a.heads * GROUP; }
+DEV float* sums_of(const Importance& a, const Prompt& p) { return a.sums + static_cast<i64>(p.sums) * a.heads; }
 
 // Start copying `COUNT` rows to lines; `from(i)` gives row i's address. Groups of copies end in order.
 template <int COUNT, class From> DEV void copy_rows(u32 to, From from) {

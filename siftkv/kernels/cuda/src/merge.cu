@@ -65,9 +65,9 @@ DEV void merge_out(const Arguments& a, Parts parts, int pair) {
 }
 
 // The next three are `siftkv.kernels.reference.scores` and the stored form of scores, operation by operation.
-DEV float updated_mean(float mean, float attention, i64 position, i64 now, i64 interval) {
-  i64 later = now > position ? now - position : 0, counted = later < interval ? later : interval;
-  float weight = __fdiv_rn(static_cast<float>(counted), static_cast<float>(later > 1 ? later : 1));
+DEV float updated_mean(float mean, float attention, i64 position, i64 now, i64 interval, i64 horizon) {
+  i64 later = now > position ? now - position : 0, known = later < horizon ? later : horizon, counted = known < interval ? known : interval;
+  float weight = __fdiv_rn(static_cast<float>(counted), static_cast<float>(known > 1 ? known : 1));
   return __fadd_rn(mean, __fmul_rn(__fadd_rn(attention, -mean), weight));
 }
 DEV u32 rounding_noise(i64 position, i64 now) {
@@ -82,7 +82,7 @@ DEV u16 score_bits(float score, i64 position, i64 now) {
 }
 
 struct Refresh {
-  i64 now, interval;
+  i64 now, interval, horizon;
   const float* exponent;  // log2 of the sum of exponentials, a query head each
   DEV float attention(const float* logits) const {
     float best = 0.f;
@@ -92,13 +92,15 @@ struct Refresh {
 };
 template <class F> DEV void refresh_tier(const Arguments& a, const Refresh& r, Segment s, int head) {
   const int* table = table_of(a, s.slot, head, F::INDEX);
+  const u8* skip = a.page_skip + (SKIPS ? table_start(a, s.slot, head, F::INDEX) : 0);
 #pragma unroll 4
   for (int i = blockIdx.y * MERGE_THREADS + threadIdx.x; i < s.tokens; i += gridDim.y * MERGE_THREADS) {
+    if (SKIPS && skip[i / F::TOKENS * table_step(F::INDEX)]) continue;
     u8* page = a.pages + static_cast<i64>(table[i / F::TOKENS * table_step(F::INDEX)]) * PAGE_BYTES;
     u16* score = reinterpret_cast<u16*>(page + F::SCORE) + i % F::TOKENS;
     i64 position = 0;
     if constexpr (F::POSITIONS) position = reinterpret_cast<const int*>(page + F::POSITION)[i % F::TOKENS];
-    float mean = updated_mean(score_value(*score), r.attention(a.logits + static_cast<i64>(s.logits + i) * LOGIT_ROW), position, r.now, r.interval);
+    float mean = updated_mean(score_value(*score), r.attention(a.logits + static_cast<i64>(s.logits + i) * LOGIT_ROW), position, r.now, r.interval, r.horizon);
     *score = score_bits(mean, position, r.now);
   }
 }
@@ -107,7 +109,7 @@ DEV void refresh_window(const Arguments& a, const Refresh& r, Segment s, int hea
   float* scores = a.window_score + head_slot(a, s.slot, head) * (SINK_ROWS + RING_ROWS);
   for (int i = blockIdx.y * MERGE_THREADS + threadIdx.x; i < s.tokens; i += gridDim.y * MERGE_THREADS) {
     float* score = scores + w.row(i);
-    *score = updated_mean(*score, r.attention(a.logits + static_cast<i64>(s.logits + i) * LOGIT_ROW), w.position(i), r.now, r.interval);
+    *score = updated_mean(*score, r.attention(a.logits + static_cast<i64>(s.logits + i) * LOGIT_ROW), w.position(i), r.now, r.interval, r.horizon);
   }
 }
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(const __grid_constant__ Arguments a) {
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(const __grid_c
   merge_out(a, parts, pair);
   if (!due) return;
   merge_exponents(a, parts, exponent);
-  Refresh r = {a.seen[slot], a.refresh[slot], exponent};
+  Refresh r = {a.seen[slot], a.refresh[slot], a.horizon[slot], exponent};
   Segment window = a.segments[pair * KINDS];
   if (window.logits >= 0) refresh_window(a, r, window, head);
 #define REFRESH_TIER(T) \

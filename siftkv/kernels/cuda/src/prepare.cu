@@ -80,6 +80,14 @@ DEV void append(const Arguments& a, int request, int head, int slot) {
   if (threadIdx.x == 0) a.window_score[to] = 0.f;
 }
 
+// The new token's queries enter the ring of the request's last ones.
+DEV void append_queries(const Arguments& a, int request, int head, int slot) {
+  i64 row = (static_cast<i64>(slot) * LAYERS + a.layer) * QUERY_ROWS + static_cast<u32>(a.seen[slot]) % QUERY_ROWS;
+  u16* to = a.queries + (row * KV_HEADS + head) * GROUP * HEAD_DIM;
+  const u16* from = a.q + request * a.q_row + head * GROUP * HEAD_DIM;
+  for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += PREPARE_THREADS) to[i] = from[i];
+}
+
 // Scales queries and, where keys are rotated, applies a signed block Hadamard transform: signs (and scale), then the butterflies of each block.
 DEV void rotate(float (&x)[GROUP * HEAD_DIM], const float* signs) {
   for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += PREPARE_THREADS) x[i] *= HADAMARD_BLOCK > 1 ? signs[i % HEAD_DIM] * QUERY_SCALE : QUERY_SCALE;
@@ -156,6 +164,7 @@ DEV void prepare_head(const Arguments& a, int pair) {
   __shared__ float x[GROUP * HEAD_DIM];
   int request = pair / KV_HEADS, head = pair % KV_HEADS;
   append(a, request, head, static_cast<int>(a.slots[request]));
+  if constexpr (QUERY_ROWS > 0) append_queries(a, request, head, static_cast<int>(a.slots[request]));
   for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += PREPARE_THREADS)
     x[i] = model_to_float(a.q[request * a.q_row + head * GROUP * HEAD_DIM + i]);
   __syncthreads();

@@ -111,6 +111,9 @@ DEV void barrier_arrive(u32 barrier) {
 DEV void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;}" ::"r"(barrier), "r"(bytes) : "memory");
 }
+DEV void barrier_expect_more(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 DEV void barrier_wait(u32 barrier, u32 parity) {
   u32 done;
   do {

@@ -145,6 +145,17 @@ template <class F> struct Quantised {
         for (int j = 0; j < 4; j++) s[n][u][j / 2][j & 1] += sum[n][u][j];
   }
 
+  template <int U> static DEV void add_weights(float (&s)[NT][U][2][2], u32 page, int base) {
+#pragma unroll
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float weight = __uint_as_float(load_shared(page + F::WEIGHT_STAGE + 4 * (base + token_of<U>(u, h)))) * LOG2_E;
+#pragma unroll
+        for (int n = 0; n < NT; n++) s[n][u][h][0] += weight, s[n][u][h][1] += weight;
+      }
+  }
+
   template <int U> static DEV void add_values(Online& o, const u32 (&weight)[NT][F::VG][U][2], u32 page, int base) {
     int g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     u32 v[BLOCKS][U], rows = page + F::VALUE + g * F::TOKENS + base + 4 * U * t;
@@ -195,6 +206,7 @@ template <class F> struct Quantised {
       }
     }
     if constexpr (BIAS_BLOCKS > 0) add_bias<U>(s, a, page, base, pair, pair % KV_HEADS);
+    if constexpr (F::WEIGHTS) add_weights<U>(s, page, base);
     if (base + 16 * U > count) {
 #pragma unroll
       for (int u = 0; u < U; u++)

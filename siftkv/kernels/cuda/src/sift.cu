@@ -1,5 +1,6 @@
 // The policy step (`siftkv.kernels.reference.sift`): `plan` decides from scores, a warp a head slot; `coordinate`, one block, lays the requests' needs
-// end to end; `commit` moves the tokens, a warp a head slot. Head slots without an action cost `commit` one load.
+// end to end; `commit` moves the tokens, a warp a head slot. Head slots without an action cost `commit` one load. Each
+// starts early and waits for the one before.
 constexpr int SIFT_THREADS = 128, SIFT_WARPS = SIFT_THREADS / 32, COORDINATE_THREADS = 256;
 constexpr u32 NOTHING = 0, APPEND = 1, OVERWRITE = 2, REMOVE = 3;
 
@@ -20,11 +21,15 @@ struct Sift {
   u8* done;
   u16* plans;        // [B, L, H]
   int* victims;      // [B, L, H, T]
-  int* needs;        // [B, 1 + T]: pages to take, pages to return a tier; zero between steps
+  int* needs;        // [B, 2 + T]: pages to take, to return a tier, held; zero between steps
   Request* requests;
   i64* bases;        // places in the ring, unreduced: of pages taken, then of pages returned a tier
-  int batch, advance, examine;
+  u8* not_finite;    // [S]
+  i64* peak_pages;   // [S]
+  int batch, examine, last, padding;  // last: of the turns of a step; padding: the slot of empty rows
 };
+constexpr int NEEDS = 2 + TIERS, HELD = 1 + TIERS;
+DEV i64 seen_after(const Sift& a, i64 slot) { return a.cache.seen[slot] + (a.examine || slot == a.padding ? 0 : 1); }
 
 struct HeadSlot {
   int index, request, slot, layer, head;  // index: in the batch
@@ -79,10 +84,16 @@ struct Carried {
   float score;
   u32 plan;
 };
+// Tokens that a head's tier may hold after `seen` tokens.
+DEV int cap_of(const Cache& c, i64 at, float seen) {
+  int cap = c.cap[at];
+  float share = ceilf(__fmul_rn(c.cap_share[at], seen));
+  return share < static_cast<float>(cap) ? static_cast<int>(fmaxf(share, -1.f)) : cap;
+}
 template <class F> DEV void plan_tier(const Sift& a, const HeadSlot& h, Carried& x, float seen) {
   const Cache& c = a.cache;
   i64 at = h.at * TIERS + F::INDEX;
-  int length = c.lengths[at], cap = c.cap[at];
+  int length = c.lengths[at], cap = cap_of(c, at, seen);
   float threshold = __fdiv_rn(c.alpha[at], seen);
   bool accept = x.active && cap > 0 && x.score >= threshold;
   if (!accept && (x.active || !a.examine || length == 0)) return;
@@ -107,17 +118,38 @@ template <class F> DEV void plan_tier(const Sift& a, const HeadSlot& h, Carried&
   if ((threadIdx.x & 31) == 0) a.victims[static_cast<i64>(h.index) * TIERS + F::INDEX] = w.victim;
 }
 DEV void add_needs(const Sift& a, const HeadSlot& h, u32 plan) {
-  int* needs = a.needs + h.request * (1 + TIERS);
+  int* needs = a.needs + h.request * NEEDS;
+  if (a.last) {
+    int held = 0;
+#define ADD_HELD(T) held += ceil_div(a.cache.lengths[h.at * TIERS + T], Tier<T>::TOKENS);
+    EACH_TIER(ADD_HELD)
+    if (held) atomicAdd(needs + HELD, held);
+  }
   if (plan & TAKES) atomicAdd(needs, __popc(plan & TAKES));
   if (plan & RETURNS)
     for (int t = 0; t < TIERS; t++)
       if (plan & returns_bit(t)) atomicAdd(needs + 1 + t, 1);
 }
+// Whether the newest token's key or value holds NaN or infinity: an exponent of all ones.
+DEV bool newest_not_finite(const Sift& a, const HeadSlot& h) {
+  const Cache& c = a.cache;
+  constexpr u32 exponent = MODEL_BF16 ? 0x7F80u : 0x7C00u;
+  i64 row = window_row(c, h.at, h.slot, c.seen[h.slot]) * HEAD_DIM;
+  bool bad = false;
+  for (int i = 2 * (threadIdx.x & 31); i < HEAD_DIM; i += 64) {
+    u32 words[2] = {*reinterpret_cast<const u32*>(c.window_k + row + i), *reinterpret_cast<const u32*>(c.window_v + row + i)};
+    for (u32 w : words) bad |= (w & exponent) == exponent || (w >> 16 & exponent) == exponent;
+  }
+  return __ballot_sync(ALL, bad) != 0;
+}
 extern "C" __global__ void __launch_bounds__(SIFT_THREADS) plan(const __grid_constant__ Sift a) {
+  wait_for_predecessor();
+  let_successor_start();
   HeadSlot h;
   if (!find_head_slot(a, h)) return;
   const Cache& c = a.cache;
-  i64 start = c.window_start[h.slot], seen = c.seen[h.slot] + a.advance;
+  i64 start = c.window_start[h.slot], seen = seen_after(a, h.slot);
+  if (!a.examine && newest_not_finite(a, h)) a.not_finite[h.slot] = 1;
   Carried x = {!a.examine && seen - start > c.window[h.slot], 0.f, 0};
   if (x.active || (a.examine && a.done[h.request] && c.catch_up[h.slot] >= a.examine)) {
     x.score = c.window_score[window_row(c, h.at, h.slot, start)];
@@ -150,13 +182,15 @@ DEV int block_sum(int x, int& total) {
   return x;
 }
 extern "C" __global__ void __launch_bounds__(COORDINATE_THREADS) coordinate(const __grid_constant__ Sift a) {
+  wait_for_predecessor();
+  let_successor_start();
   const Cache& c = a.cache;
   i64 taken = c.counters[0], returned = c.counters[1];
   int asked = 0, takes = 0, returns[TIERS] = {};
   for (int from = 0; from < a.batch; from += COORDINATE_THREADS) {
     int b = from + threadIdx.x, total;
     bool inside = b < a.batch;
-    int* needs = a.needs + b * (1 + TIERS);
+    int* needs = a.needs + b * NEEDS;
     int own = inside ? needs[0] : 0;
     bool served = asked + block_sum(own, total) <= returned - taken;
     asked += total;
@@ -169,12 +203,19 @@ extern "C" __global__ void __launch_bounds__(COORDINATE_THREADS) coordinate(cons
       before = returns[t] + block_sum(back, total) - back;
       returns[t] += total;
       if (inside) a.requests[b].returns[t] = before, needs[1 + t] = 0;
+      granted -= back;
     }
     if (!inside) continue;
-    i64 slot = a.slots[b], start = c.window_start[slot], seen = c.seen[slot] + a.advance;
+    i64 slot = a.slots[b], start = c.window_start[slot], seen = seen_after(a, slot);
     a.requests[b].start = start;
+    if (a.last) {
+      i64 held = needs[HELD] + granted;
+      if (held > a.peak_pages[slot]) a.peak_pages[slot] = held;
+      needs[HELD] = 0;
+    }
     if (a.examine) continue;
     a.done[b] = served;
+    if (slot == a.padding) continue;
     c.seen[slot] = seen;
     if (served && seen - start > c.window[slot]) c.window_start[slot] = start + 1;
   }
@@ -235,6 +276,8 @@ template <class F> DEV void commit_tier(const Sift& a, const HeadSlot& h, u32 pl
   if (action != APPEND) x = out;
 }
 extern "C" __global__ void __launch_bounds__(SIFT_THREADS) commit(const __grid_constant__ Sift a) {
+  wait_for_predecessor();
+  let_successor_start();
   __shared__ u8 shelves[SIFT_WARPS][SHELF_BYTES];
   HeadSlot h;
   if (!find_head_slot(a, h)) return;

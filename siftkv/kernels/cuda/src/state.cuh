@@ -21,7 +21,7 @@ struct Arguments {
   const int *table, *lengths;
   u16 *window_k, *window_v;
   float* window_score;
-  const i64 *seen, *window_start, *sinks, *refresh;
+  const i64 *seen, *window_start, *sinks, *refresh, *horizon;
   const float* signs;   // of the rotation, times its scale
   const float* bias;    // of all layers
   const int *pairs, *rank;
@@ -32,6 +32,8 @@ struct Arguments {
   Line* line;
   float *partial_max, *partial_sum, *partial_out;
   float* logits;
+  u16* queries;         // [S, L, QUERY_ROWS, query heads, D]
+  const u8* page_skip;  // as `table`, where SKIPS
   i64 q_row, k_row, v_row;  // elements from one request to the next
   int layer, batch, teams, logits_room;
 };
@@ -65,9 +67,10 @@ DEV int block_tokens(int kind) { return BLOCK_TOKENS(kind); }
 DEV int block_cost(int kind) { return BLOCK_COST(kind); }
 DEV bool keeps_scores(int kind) { return KEEPS_SCORES(kind); }
 
-// Column of the page table where the pages of a tier begin, and the direction in which they go on (see `siftkv.kernels.state`).
-DEV const int* table_of(const Arguments& a, int slot, int head, int tier) {
-  const int* row = a.table + (head_slot(a, slot, head) * TABLE_ROWS + tier / 2) * TABLE_WIDTH;
+// Where the pages of a tier begin in the page table; they go on by `table_step` (see `siftkv.kernels.state`).
+DEV i64 table_start(const Arguments& a, int slot, int head, int tier) {
+  i64 row = (head_slot(a, slot, head) * TABLE_ROWS + tier / 2) * TABLE_WIDTH;
   return tier % 2 == 0 ? row : row + TABLE_WIDTH - 1;
 }
+DEV const int* table_of(const Arguments& a, int slot, int head, int tier) { return a.table + table_start(a, slot, head, tier); }
 DEV int table_step(int tier) { return tier % 2 == 0 ? 1 : -1; }

@@ -9,6 +9,8 @@ struct Token {
   float k[CHANNELS], v[CHANNELS];
   float score;
   int position;
+  u16 votes = 0;
+  float weight = 0.f;
 };
 
 template <class F> constexpr DEV int value_row() { return HEAD_DIM * F::VB / 8; }
@@ -32,6 +34,13 @@ DEV float warp_max(float x) {
   return x;
 }
 
+// In the order of `siftkv.kernels.reference.fit.lane_sum`.
+DEV float warp_sum(float x) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) x = __fadd_rn(x, shuffle_xor(x, o));
+  return x;
+}
+
 DEV int half_toward_zero(float x) { return min_int(__float_as_int(__fmul_rn(x, 0x1p-112f)) >> 13, 0x7BFF); }
 DEV float half_value(int bits) { return __fmul_rn(__int_as_float(bits << 13), 0x1p112f); }
 DEV int half_up(float x) {
@@ -47,6 +56,8 @@ DEV u16 score_bits(float score) {
   u32 bits = __float_as_uint(__fmul_rn(__fmul_rn(fminf(fmaxf(score, 0.f), 1.f), SCORE_SCALE), 0x1p-112f));
   return static_cast<u16>((bits + 0xFFFu + (bits >> 13 & 1u)) >> 13);
 }
+
+constexpr int FITTED_BITS = 2;  // codes of at most this many bits span a fitted range
 
 // What codes of one group are computed against, and the metadata that says so.
 struct Scale {
@@ -69,7 +80,8 @@ template <int BITS> DEV void expand_compact(Scale& s, int scale_byte, int centre
 template <int BITS> DEV Scale compact_scale_of(float low, float high) {
   constexpr float qmax = (1 << BITS) - 1, step = ((1 << BITS) - 1) / 254.0;
   low = fminf(low, 0.f), high = fmaxf(high, 0.f);
-  int scale_byte = min_int((half_up(__fdiv_rn(__fsub_rn(high, low), qmax)) + 127) >> 7, 0xF7);
+  constexpr int rounding = BITS > FITTED_BITS ? 127 : 64;
+  int scale_byte = min_int((half_up(__fdiv_rn(__fsub_rn(high, low), qmax)) + rounding) >> 7, 0xF7);
   float unit = __fmul_rn(half_value(scale_byte << 7), step);
   float centre = unit > 0.f ? __fdiv_rn(__fadd_rn(low, high) * 0.5f, unit) : 0.f;
   int rounded = static_cast<int>(fminf(fmaxf(rintf(centre), -127.f), 127.f));
@@ -85,6 +97,43 @@ DEV float nearest(float x, float scale, float inverse) {
   return fabsf(ratio - rounded) < 0.499f || inverse == 0.f ? rounded : rintf(__fdiv_rn(x, scale));
 }
 
+// The range that codes of few bits span, for a group with the extremes `low` and `high`: `siftkv.kernels.reference.fit`, operation by operation.
+template <int BITS, int GROUPS> DEV void fit_range(const float (&x)[CHANNELS], int group, float& low, float& high) {
+  constexpr int span = HEAD_DIM / GROUPS;
+  constexpr float n = span, qmax = (1 << BITS) - 1, normal_step = BITS == 1 ? 1.596f : 0.9957f;
+  auto each_value = [&](auto f) {
+    each_channel([&](int i, int c) {
+      if (GROUPS == 1 || c / span == group) f(x[i]);
+    });
+  };
+  float sum = 0.f, square = 0.f;
+  each_value([&](float v) { sum = __fadd_rn(sum, v); });
+  float mean = __fdiv_rn(warp_sum(sum), n);
+  each_value([&](float v) { square = __fadd_rn(square, __fmul_rn(__fsub_rn(v, mean), __fsub_rn(v, mean))); });
+  square = warp_sum(square);
+  float step = __fdiv_rn(__fsub_rn(high, low), qmax), spread = 0.f;
+  float scale = fminf(__fmul_rn(__fsqrt_rn(__fdiv_rn(square, n)), normal_step), step), zero = __fsub_rn(mean, __fmul_rn(scale, qmax / 2.f));
+  for (int turn = 0; turn < 2; turn++) {
+    float inverse = scale > 0.f ? __frcp_rn(scale) : 0.f, product = 0.f;
+    u32 sums = 0;  // of codes, and of their squares in the upper half
+    each_value([&](float v) {
+      float code = fminf(fmaxf(nearest(__fsub_rn(v, zero), scale, inverse), 0.f), qmax);
+      u32 whole = static_cast<u32>(code);
+      sums += whole | whole * whole << 16;
+      product = __fadd_rn(product, __fmul_rn(__fsub_rn(v, mean), code));
+    });
+    sums = __reduce_add_sync(ALL, sums), product = warp_sum(product);
+    float total = static_cast<float>(sums & 0xFFFFu);
+    spread = __fsub_rn(__fmul_rn(static_cast<float>(sums >> 16), n), __fmul_rn(total, total));
+    if (!(spread > 0.f && product > 0.f)) return;
+    scale = turn == 0 ? __fdiv_rn(__fmul_rn(product, n), spread) : __fdiv_rn(square, product);
+    zero = __fsub_rn(mean, __fdiv_rn(__fmul_rn(scale, total), n));
+  }
+  float error = __fsub_rn(__fdiv_rn(__fmul_rn(__fmul_rn(scale, scale), spread), n), square);
+  if (!(error <= __fdiv_rn(__fmul_rn(__fmul_rn(step, n), step), 12.f))) return;
+  low = zero, high = __fadd_rn(zero, __fmul_rn(scale, qmax));
+}
+
 // Codes of one token's keys or values, a byte each, and its metadata (`META` bytes a group).
 template <int BITS, int GROUPS, int META> DEV void quantise(const float (&x)[CHANNELS], u8* codes, u8* meta) {
   constexpr int span = HEAD_DIM / GROUPS;
@@ -96,6 +145,7 @@ template <int BITS, int GROUPS, int META> DEV void quantise(const float (&x)[CHA
       if (GROUPS == 1 || c / span == group) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
     });
     low = warp_min(low), high = warp_max(high);
+    if constexpr (BITS <= FITTED_BITS) fit_range<BITS, GROUPS>(x, group, low, high);
     Scale s;
     if constexpr (META == 2) s = compact_scale_of<BITS>(low, high);
     else s = scale_of<BITS>(low, high);
@@ -120,6 +170,8 @@ template <class F> DEV void write_state(u8* page, int token, const Token& x) {
   if ((threadIdx.x & 31) != 0) return;
   if constexpr (F::SCORES) reinterpret_cast<u16*>(page + F::SCORE)[token] = score_bits(x.score);
   if constexpr (F::POSITIONS) reinterpret_cast<int*>(page + F::POSITION)[token] = x.position;
+  if constexpr (F::VOTES) reinterpret_cast<u16*>(page + F::VOTE)[token] = x.votes;
+  if constexpr (F::WEIGHTS) reinterpret_cast<float*>(page + F::WEIGHT)[token] = x.weight;
 }
 // Encode a token into a page, which may stand in shared memory. `shelf` is the warp's own.
 template <class F> DEV void write_token(u8* page, int token, const Token& x, u8* shelf) {
@@ -175,6 +227,8 @@ template <class F> DEV Token read_token(const u8* page, int token) {
   x.score = 0.f, x.position = 0;
   if constexpr (F::SCORES) x.score = score_value(reinterpret_cast<const u16*>(page + F::SCORE)[token]);
   if constexpr (F::POSITIONS) x.position = reinterpret_cast<const int*>(page + F::POSITION)[token];
+  if constexpr (F::VOTES) x.votes = reinterpret_cast<const u16*>(page + F::VOTE)[token];
+  if constexpr (F::WEIGHTS) x.weight = reinterpret_cast<const float*>(page + F::WEIGHT)[token];
   return x;
 }
 
@@ -193,6 +247,8 @@ template <class F> DEV void copy_token(u8* to, int target, const u8* from, int s
   }
   if constexpr (F::SCORES) copy_bytes(to + F::SCORE + 2 * target, from + F::SCORE + 2 * source, 2, 1);
   if constexpr (F::POSITIONS) copy_bytes(to + F::POSITION + 4 * target, from + F::POSITION + 4 * source, 4, 1);
+  if constexpr (F::VOTES) copy_bytes(to + F::VOTE + 2 * target, from + F::VOTE + 2 * source, 2, 1);
+  if constexpr (F::WEIGHTS) copy_bytes(to + F::WEIGHT + 4 * target, from + F::WEIGHT + 4 * source, 4, 1);
 }
 
 // `(k - RoPE_p(b)) @ rotation`: the bias by the reference's own operations, the rotation as butterflies (sums in another order than a product's).
@@ -207,8 +263,7 @@ DEV void subtract_bias(const Cache& cache, float (&k)[CHANNELS], int layer, int 
     k[i] = __fsub_rn(k[i], low ? __fsub_rn(own, other) : __fadd_rn(own, other));
   });
 }
-DEV void rotate(const Cache& cache, float (&k)[CHANNELS]) {
-  each_channel([&](int i, int c) { k[i] *= cache.signs[c]; });
+DEV void butterflies(float (&k)[CHANNELS]) {
 #pragma unroll
   for (int half = 1; half < HADAMARD_BLOCK && half < 32; half *= 2) {
     bool upper = threadIdx.x & half;
@@ -226,6 +281,10 @@ DEV void rotate(const Cache& cache, float (&k)[CHANNELS]) {
         float low = k[i], high = k[i + half];
         k[i] = low + high, k[i + half] = low - high;
       }
+}
+DEV void rotate(const Cache& cache, float (&k)[CHANNELS]) {
+  each_channel([&](int i, int c) { k[i] *= cache.signs[c]; });
+  butterflies(k);
 }
 DEV void condition(const Cache& cache, float (&k)[CHANNELS], int layer, int head, i64 position) {
   if constexpr (HAS_BIAS) subtract_bias(cache, k, layer, head, position);

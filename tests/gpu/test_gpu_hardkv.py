@@ -1,0 +1,79 @@
+"""Hard-KV in the engine on a GPU: triggers between graph replays and pipelined steps, fused or layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from siftkv import LLM, SamplingParams, parse_policy
+from siftkv.engine.forced import ForcedRow, ForcedRun
+from siftkv.kernels import cuda
+from siftkv.models import LoadedModel, ModelConfig, random_model
+from tests.tiny import tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = ModelConfig("LlamaForCausalLM", 97, 256, 512, 4, 8, 2, 64, 2048, eos_token_ids=(0,))
+HARDKV = "hardkv:p=0.5,window=32,lower=64,upper=128,interval=16,queries=16"
+LENGTHS = (300, 7, 90, 500, 64)
+GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def open_llm(kv: str = HARDKV, **settings: object) -> LLM:
+    decoder = random_model(CONFIG, 0, torch.float32, "cpu").to(torch.bfloat16).to("cuda")
+    model = LoadedModel(CONFIG, decoder, tiny_tokenizer(), "tiny")
+    defaults: dict[str, object] = {"max_num_seqs": 5, "max_model_len": 1024, "formats": ["bf16", "k8v4", "k4v2"]}
+    return LLM(model, kv, **(defaults | settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("setting", ["", ",budget=96", ",format=k8v4", ",metric=snapkv", ",metric=rkv,memory=true"])
+def test_graphs_and_eager_steps_trigger_alike(setting: str) -> None:
+    kv = HARDKV + setting
+    mixed = [kv, kv, "full", kv, "diffkv"]
+    eager = open_llm(kv, enforce_eager=True, check_integrity=True).generate(prompts(), GREEDY, mixed)
+    llm = open_llm(kv, check_integrity=True)
+    graphs = llm.generate(prompts(), GREEDY, mixed)
+    for ours, theirs in zip(graphs, eager, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.kv is not None
+        assert theirs.kv is not None
+        assert ours.kv.per_head_tokens == theirs.kv.per_head_tokens
+    assert graphs[0].kv is not None
+    assert graphs[0].kv.tokens_by_tier["dropped"] > 0
+    assert llm.cache.free_pages == llm.cache.spec.num_pages
+
+
+def test_with_p_of_one_it_is_the_full_engine() -> None:
+    kv = HARDKV.replace("p=0.5", "p=1")
+    llm = open_llm(kv, formats=["bf16"])
+    ours, full = llm.generate([prompts()[3]] * 2, GREEDY, [kv, "full:window=32"])
+    assert ours.token_ids == full.token_ids
+
+
+@pytest.mark.parametrize("metric", ["attention", "snapkv", "accumulated"])
+def test_the_fused_trigger_keeps_what_the_plain_one_keeps(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused selection may keep a few tokens more, never fewer of any row's share."""
+    kv = f"{HARDKV},metric={metric}"
+    found = []
+    for fused in (True, False):
+        llm = open_llm(kv)
+        if not fused:
+            monkeypatch.setattr(cuda, "selects", lambda *_: False)
+        run = ForcedRun(llm.engine, [ForcedRow(prompts()[3], prompts()[0], parse_policy(kv))])
+        logits = torch.stack([x[0].float().log_softmax(-1) for x in run])
+        assert run.cascades[0] is not None
+        found.append((run.cascades[0].history, logits))
+    (ours, logp), (theirs, expected) = found
+    assert [t.position for t in ours] == [t.position for t in theirs]
+    first, plain = (next(t for t in history if t.rewritten) for history in (ours, theirs))
+    assert bool((first.kept.cpu() >= plain.kept.cpu() - 2).all())
+    assert float(first.kept.float().mean()) < 1.25 * float(plain.kept.float().mean())
+    assert float((expected.exp() * (expected - logp)).sum(-1).mean()) < 0.05
