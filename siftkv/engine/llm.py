@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from siftkv.cache import KVCache, build_conditioning, dense_name
+from siftkv.cache import KVCache, dense_name
+from siftkv.engine.conditioning import condition
 from siftkv.engine.engine import Engine
 from siftkv.engine.graphs import DecodeGraphs
+from siftkv.engine.memory import cache_budget
 from siftkv.engine.outputs import RequestOutput, StreamChunk
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.engine.scheduler import Preemption
@@ -22,7 +24,6 @@ from siftkv.engine.sizing import PoolRequest, plan_spec
 from siftkv.errors import RequestError, SiftKVError
 from siftkv.kernels import get_kernels
 from siftkv.models import LoadedModel, load_model
-from siftkv.models.values import condition_values
 from siftkv.policies import Policy, parse_policy
 
 Prompt = str | SequenceOf[int]
@@ -42,10 +43,11 @@ class LLM:
         (the model's dtype) for requests with kv="full".
     dtype: `auto` = the checkpoint's. device: `cpu` or a CUDA device.
     max_model_len: longest context in tokens (default: the model's). max_num_seqs: requests resident at a time.
-    kv_cache_memory_bytes: of the whole cache, tables and windows included (default: 1 GiB, or what one request of
-        `max_model_len` tokens takes in the pool's most precise format, if that is more).
-    conditioning: `full`, `bias` or `none`, see `siftkv.cache.conditioning`; `full` also folds
-        `siftkv.models.values` into the model's weights, in place. kernels: `auto`, `numba` or `reference`.
+    kv_cache_memory_bytes: of the whole cache, tables and windows included. Default: on a GPU what
+        `gpu_memory_utilization` of its memory leaves beside the weights, the largest passes and their graphs; on a CPU
+        1 GiB, or what one request of `max_model_len` tokens takes in the pool's most precise format, if that is more.
+    conditioning: `full`, `bias` or `none`, see `siftkv.engine.conditioning`; `full` changes the model's weights in
+        place, exactly. kernels: `auto`, `numba`, `cuda` or `reference`.
     preemption: `swap` or `recompute` what is evicted when pages run out; swap_space_bytes bounds the former.
     enforce_eager: on a GPU, run decode steps without CUDA graphs.
     max_window, sink_rows: the largest `window` and `sinks` that a request's policy may ask for (default: those of `kv`,
@@ -66,6 +68,7 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 8192,
         kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         conditioning: str = "full",
         kernels: str = "auto",
         preemption: Preemption = "swap",
@@ -80,18 +83,12 @@ class LLM:
             raise SiftKVError(f"unknown preemption {preemption!r}: use swap or recompute")
         self.model = model if isinstance(model, LoadedModel) else load_model(model, dtype, device)
         config, decoder = self.model.config, self.model.decoder
-        self.conditioning = build_conditioning(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            decoder.rotary.cos,
-            decoder.rotary.sin,
-            [decoder.key_bias(i) for i in range(config.num_layers)],
-            [decoder.key_spread(i) for i in range(config.num_layers)],
-            conditioning,
-        )
-        if conditioning == "full":
-            condition_values(decoder, self.conditioning.rotation)
+        self.conditioning = condition(self.model, conditioning)
+        if kv_cache_memory_bytes is None and decoder.device.type == "cuda":
+            longest = max_model_len or config.context_limit
+            kv_cache_memory_bytes = cache_budget(
+                decoder, gpu_memory_utilization, max_num_batched_tokens, max_num_seqs, longest
+            )
         spec = plan_spec(
             config,
             decoder.dtype,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from siftkv.kernels.fused import add_rms_norm, rms_norm
+from siftkv.kernels.fused import add_rms_norm, enter, linear, rms_norm
 from siftkv.models.config import ModelConfig
 from siftkv.models.layer import DecoderLayer, empty_weight
 from siftkv.models.rope import RotaryTable
+
+if TYPE_CHECKING:
+    from siftkv.models.statistics import KeyStatistics
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q[T, Hq, D], k[T, H, D], v[T, H, D]) -> [T, Hq, D]` stores the new keys and values, and attends.
@@ -42,6 +45,8 @@ class Decoder(torch.nn.Module):
         self.head = self.embedding
         self.values_conditioned = False
         """Whether `siftkv.models.values.condition_values` has been folded into the weights."""
+        self.key_statistics: KeyStatistics | None = None
+        """What keys look like since `siftkv.models.keys.condition_keys` was folded into the weights."""
         if not config.tie_embeddings:
             self.head = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         for index, layer in enumerate(self.layers):
@@ -62,10 +67,8 @@ class Decoder(torch.nn.Module):
         token_ids, positions: [T] int64 on the model's device; a position is a token's place in its own request.
         lengths: [T] integers, read by models with dynamic NTK only: see `RotaryTable.gather`.
         """
-        cos, sin = self.rotary.gather(positions, lengths)
-        eps, x = self.config.rms_norm_eps, F.embedding(token_ids, self.embedding)
-        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
-        normed = rms_norm(x, self.layers[0].input_norm, eps)
+        x, normed, cos, sin = self._enter(token_ids, positions, lengths)
+        eps, next_norms = self.config.rms_norm_eps, [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             # Unnamed, so that this layer's keys and values are gone before the next layer's exist.
             attended = layer.output(attend(index, *layer.project(normed, cos, sin)))
@@ -73,9 +76,23 @@ class Decoder(torch.nn.Module):
             x, normed = add_rms_norm(x, layer.mlp(normed), next_norm, eps)
         return normed
 
+    def _enter(
+        self, token_ids: Tensor, positions: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Embeddings [T, E], the first layer's input [T, E], and rotary factors [T, 1, D] each."""
+        rotary, norm, eps = self.rotary, self.layers[0].input_norm, self.config.rms_norm_eps
+        if rotary.serves(lengths):
+            return enter(token_ids, positions, self.embedding, norm, eps, rotary.cos, rotary.sin)
+        x = F.embedding(token_ids, self.embedding)
+        return x, rms_norm(x, norm, eps), *rotary.gather(positions, lengths)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden[M, hidden_size] of `forward` -> [M, vocab_size] float32."""
-        return F.linear(hidden, self.head).float()
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` in the model's dtype, in which they are computed."""
+        return linear(hidden, self.head, None)
 
     def key_bias(self, layer: int) -> Tensor | None:
         """[H, D] float32: the bias in every key before rotation, or None where there is none or a norm follows it."""
