@@ -20,10 +20,9 @@ from torch import Tensor
 
 from siftkv.errors import PolicyError
 from siftkv.formats import Tier, TierFormat
+from siftkv.kernels.state import UNLIMITED as UNLIMITED
 
 DROPPED = -1
-UNLIMITED = 2**31 - 1
-"""A cap that never binds."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class PromptView:
         scores.
     measure: `measure(rows, weight) -> fp32 [R, H, n]`, the importance that other query rows give; arguments as `rows`
         of a policy returns them.
+    rotary: cos and sin, fp32 `[P, D/2]`, of every position of the model. layers: of the model.
     Token `i` stands at position `i`.
     """
 
@@ -46,6 +46,8 @@ class PromptView:
     k: Tensor | None = None
     v: Tensor | None = None
     measure: Callable[[Tensor, Tensor], Tensor] | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    layers: int = 1
 
     @property
     def length(self) -> int:
@@ -58,6 +60,34 @@ class PromptView:
 
 
 @dataclass(frozen=True)
+class Prices:
+    """What tokens of one head cost in a cache, in physical bytes.
+
+    token: a token in each of the policy's tiers, in full pages. page: one page, of which half is lost a tier, on
+        average. slot: a head's window and its share of every table. full: a token at 16 bits.
+    """
+
+    token: tuple[float, ...]
+    page: float
+    slot: float
+    full: float
+
+
+@dataclass(frozen=True)
+class Sifted:
+    """What a policy makes of a layer of prompts.
+
+    tier: int8 `[R, H, n]`, as `Policy.classify` returns it. score: fp32 `[R, H, n]`, what is kept as the tokens' mean
+        attention instead of what was measured. share: fp32 `[R, H, t]`, the most that each tier may hold from now on,
+        by the tokens that the request has seen; where it is None the decode rule's caps stand alone.
+    """
+
+    tier: Tensor
+    score: Tensor | None = None
+    share: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class DecodeRule:
     """The rule of the decode step, for each tier of the policy in order (`siftkv.kernels.reference.sift` says how it
     runs).
@@ -67,12 +97,18 @@ class DecodeRule:
     cap: int64 `[L, H, t]`, tokens that the tier may hold a head; 0 closes it.
     refresh: scores are refreshed every so many positions (0 = never). catch_up: 1 to examine each tier's weakest token
         in every step, not only where a token enters.
+    share: fp32 `[L, H, t]`; a tier holds at most `ceil(share * N)` tokens a head after `N` tokens, and no more than its
+        cap. None = caps do not grow with the request.
+    horizon: how many later queries a score is the mean of, at least 1; an older token's mean forgets what lies further
+        back.
     """
 
     alpha: Tensor
     cap: Tensor
     refresh: int = 0
     catch_up: int = 0
+    share: Tensor | None = None
+    horizon: int = UNLIMITED
 
 
 class Policy(ABC):
@@ -85,6 +121,16 @@ class Policy(ABC):
     """Recent tokens kept at 16 bits."""
     sinks: int
     """First tokens kept at 16 bits and never dropped."""
+
+    @property
+    def query_rows(self) -> int:
+        """Recent queries of every layer that the policy reads while decoding; 0 = none are kept."""
+        return 0
+
+    @property
+    def skips(self) -> bool:
+        """Whether the policy tells attention to ignore single pages."""
+        return False
 
     @abstractmethod
     def tiers(self, dense: str) -> tuple[Tier, ...]:
@@ -100,9 +146,22 @@ class Policy(ABC):
     def classify(self, prompt: PromptView) -> Tensor:
         """Tier (int8 `[R, H, n]`, index into `tiers()`, -1 = dropped) of each token of `prompt`."""
 
+    def sift(self, prompt: PromptView, prices: Prices) -> Sifted:
+        """`classify`, for policies that learn more from a prompt or keep to a budget of bytes."""
+        return Sifted(self.classify(prompt))
+
     @abstractmethod
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
         """Thresholds and caps of decoding. Raises PolicyError when per-head settings do not fit the model."""
+
+    def check_context(self, max_len: int) -> None:  # noqa: B027 - most policies have nothing to check
+        """Raise PolicyError when settings make no sense for contexts of at most `max_len` tokens."""
+
+    def for_model(self, fingerprint: Callable[[], str]) -> Policy:
+        """The policy that runs on a model, whose fingerprint is computed when it is asked for. Raises PolicyError for
+        settings that were found for another model.
+        """
+        return self
 
     def describe(self) -> str:
         """The `kv` string that makes this policy again."""
