@@ -156,7 +156,8 @@ def _pools(settings: Sequence[str], dense: str) -> list[list[str]]:
     pools: dict[object, list[str]] = {}
     for kv in settings:
         policy = parse_policy(kv)
-        pools.setdefault((policy.tiers(dense), policy.window, policy.sinks), []).append(kv)
+        needs = policy.tiers(dense), policy.window, policy.sinks, policy.query_rows, policy.skips
+        pools.setdefault(needs, []).append(kv)
     return list(pools.values())
 
 

@@ -38,6 +38,20 @@ class Divergence:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Positions:
+    """What was measured at each of P positions of one candidate, from which any statistic follows.
+
+    kl: KL(full || candidate), fp64 `[P]`. agree: whether both give the same likeliest token, bool `[P]`. nll,
+    reference_nll: of the text's token, for the candidate and the full cache, fp64 `[P]`. All in nats.
+    """
+
+    kl: Tensor
+    agree: Tensor
+    nll: Tensor
+    reference_nll: Tensor
+
+
 class DivergenceMeter:
     """Collects one position after another for several candidates at a time; keeps a few numbers a position.
 
@@ -78,6 +92,14 @@ class DivergenceMeter:
         self._agree.append((q.argmax(-1) == p.argmax()).cpu())
         self._reference_nll.append(-float(p[next_token]))
         self._nll.append(-q[:, next_token].cpu())
+
+    def positions(self) -> list[Positions]:
+        """Every position's figures, one set a candidate. Raises RequestError before the first `update`."""
+        if not self._kl:
+            raise RequestError("nothing was compared yet: feed at least one position")
+        reference = torch.tensor(self._reference_nll, dtype=torch.float64)
+        columns = (torch.stack(x).unbind(1) for x in (self._kl, self._agree, self._nll))
+        return [Positions(kl, agree, nll, reference) for kl, agree, nll in zip(*columns, strict=True)]
 
     def results(self) -> list[Divergence]:
         """What was collected, one a candidate. Raises RequestError before the first `update`."""

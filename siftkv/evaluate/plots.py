@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ TIER_COLOURS = ("#08306b", "#2f7fc1", "#9ecae1", "#d0e6f5")
 _ANNOTATE_UP_TO = 400
 """Heads up to which each cell of the heatmap shows its number."""
 
+_TITLE_LETTERS = 11
+"""Letters of a title that fit an inch."""
+
 _LINE = 128
 """Tokens on one line of a picture of fates."""
 
@@ -42,7 +46,7 @@ def plot_kept(reports: Mapping[str, KVReport], path: str | Path, title: str) -> 
     """
     shares = {name: kept_share(report) for name, report in reports.items()}
     layers, heads = next(iter(shares.values())).shape
-    figure = _figure(13, 1.1 + len(shares) * (0.8 + 0.34 * heads))
+    figure = new_figure(13, 1.1 + len(shares) * (0.8 + 0.34 * heads))
     axes = figure.subplots(len(shares), 1, squeeze=False)[:, 0]
     for axis, (name, share) in zip(axes, shares.items(), strict=True):
         image = axis.imshow(share.T * 100, cmap="viridis", vmin=0, vmax=100, aspect="auto")
@@ -54,7 +58,7 @@ def plot_kept(reports: Mapping[str, KVReport], path: str | Path, title: str) -> 
             _annotate(axis, share)
     axes[-1].set_xlabel("layer")
     figure.colorbar(image, ax=list(axes), label="tokens kept, %", fraction=0.03, pad=0.01)
-    _save(figure, path, title)
+    save_figure(figure, path, title)
 
 
 def _annotate(axis: Any, share: NDArray[np.float64]) -> None:
@@ -82,7 +86,7 @@ def plot_fates(fates: Mapping[tuple[int, int], Tensor], tiers: Sequence[str], pa
     lines = -(-max(len(code) for code in codes.values()) // _LINE)
     columns = min(2, len(codes))
     rows = -(-len(codes) // columns)
-    figure = _figure(6.6 * columns, 1.2 + rows * (0.5 + 0.11 * lines))
+    figure = new_figure(6.6 * columns, 1.2 + rows * (0.5 + 0.11 * lines))
     axes = figure.subplots(rows, columns, squeeze=False).flat
     used = sorted({int(code) for code in np.unique(np.concatenate(list(codes.values())))}, key=lambda c: (c < 0, c))
     names = {**dict(enumerate(tiers)), len(tiers): "window and first tokens", -1: DROPPED}
@@ -98,7 +102,7 @@ def plot_fates(fates: Mapping[tuple[int, int], Tensor], tiers: Sequence[str], pa
 
     handles = [Patch(facecolor=colours[c], label=names[c]) for c in used]
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=9)
-    _save(figure, path, f"{title}\nRead a panel like a page; numbers are the position of a line's first token.")
+    save_figure(figure, path, f"{title}\nRead a panel like a page; numbers are the position of a line's first token.")
 
 
 def _fate_page(axis: Any, code: NDArray[np.int64], lines: int, used: list[int], colours: list[str]) -> None:
@@ -115,15 +119,28 @@ def _fate_page(axis: Any, code: NDArray[np.int64], lines: int, used: list[int], 
     axis.spines[:].set_visible(False)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """A figure of its own (inches), so that nobody's matplotlib backend is touched."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: str | Path, title: str) -> None:
-    figure.suptitle(title, fontsize=11, x=0.008, ha="left")
+def log_scale(axes: Any) -> None:
+    """A logarithmic y axis with plain numbers, also where it spans less than a decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def save_figure(figure: Any, path: str | Path, title: str) -> None:
+    """Write a figure under a title, wrapped to its width. Raises SiftKVError when the file cannot be written."""
+    width = int(_TITLE_LETTERS * figure.get_figwidth())
+    wrapped = "\n".join(textwrap.fill(line, width) for line in title.split("\n"))
+    figure.suptitle(wrapped, fontsize=11, x=0.008, ha="left")
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
