@@ -1,4 +1,5 @@
-"""The command line: `siftkv generate`, `chat`, `models`, `formats`, `demo` and `bench`.
+"""The command line: `siftkv generate`, `chat`, `serve`, `models`, `formats`, `demo`, `bench`, `eval`,
+`lm-eval`, `calibrate`, `analyze` and `inspect`.
 
 Nothing here imports torch before a command runs, so that help answers at once and the environment can still be set.
 """
@@ -9,7 +10,25 @@ import os
 
 import typer
 
-from siftkv.cli import bench, bench_gpu, chat, demo, formats, generate, models
+from siftkv.cli import (
+    analyze,
+    bench,
+    bench_gpu,
+    bench_selection,
+    bench_serve,
+    calibrate,
+    chat,
+    demo,
+    evaluate,
+    evaluate_retrieval,
+    evaluate_tasks,
+    formats,
+    generate,
+    inspect,
+    lm_eval,
+    models,
+    serve,
+)
 from siftkv.cli.group import Interrupts, SiftGroup
 
 app = typer.Typer(
@@ -25,12 +44,26 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(demo.demo)
 app.command()(formats.formats)
 app.add_typer(models.app, name="models")
 bench.app.command()(bench_gpu.kernels)
 bench.app.command()(bench_gpu.throughput)
+bench.app.command()(bench_selection.selection)
+bench.app.command()(bench_selection.drift)
+bench.app.command()(bench_gpu.step)
+bench.app.command()(bench_gpu.manager)
+bench.app.command()(bench_gpu.latency)
+bench.app.command()(bench_serve.serve)
 app.add_typer(bench.app, name="bench")
+evaluate.app.command()(evaluate_retrieval.retrieval)
+evaluate.app.command()(evaluate_tasks.tasks)
+app.add_typer(evaluate.app, name="eval")
+app.command()(analyze.analyze)
+app.command()(calibrate.calibrate)
+app.command()(inspect.inspect)
+app.command("lm-eval", context_settings=lm_eval.CONTEXT)(lm_eval.lm_eval)
 
 
 def main() -> None:

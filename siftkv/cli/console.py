@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from siftkv.errors import SiftKVError
@@ -60,17 +69,22 @@ def busy(text: str) -> Iterator[None]:
 
 
 class Counter:
-    """A context manager: a bar on stderr that counts to a total and leaves no trace; none where that is no terminal."""
+    """A context manager: a bar on stderr that counts to a total and leaves no trace; none where that is no terminal.
 
-    def __init__(self, text: str, total: int) -> None:
+    remaining: also show about how long it still takes.
+    """
+
+    def __init__(self, text: str, total: int, remaining: bool = False) -> None:
         console = stderr_console()
-        columns = (
+        columns: list[ProgressColumn] = [
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-        )
+        ]
+        if remaining:
+            columns += [TextColumn("about"), TimeRemainingColumn(), TextColumn("left")]
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(text, total=total)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from siftkv.cache import CacheSpec, SlotRule, dense_name
 from siftkv.errors import PolicyError
 from siftkv.policies import Policy, PromptView
+from siftkv.policies.base import Prices, Sifted
 
 
 def policy_key(policy: Policy) -> Hashable:
@@ -41,21 +42,38 @@ class BoundPolicy:
                 f"(at most {spec.max_window} and {spec.sink_rows}): "
                 "open it with larger max_window or sink_rows"
             )
+        if policy.query_rows > spec.query_rows or policy.skips > spec.skips:
+            raise PolicyError(
+                f"{policy.name} reads {policy.query_rows} recent queries{' and skips pages' * policy.skips}, for which "
+                "this engine has no room: open it with that policy as its default"
+            )
+        policy.check_context(spec.max_len)
         if sorted(self._tiers) != self._tiers:
             raise PolicyError(f"{policy.name}: its tiers must go from more to less precise formats")
         self._pool_tier = torch.tensor([*self._tiers, -1], dtype=torch.int8)  # index -1 stays "dropped"
+        self._pool_size = len(spec.tiers)
+        self._prices = self._price(spec)
         self.rule = self._slot_rule(spec)
         self.tiers_used = len(self._tiers)
         self.tokens_a_page = min(spec.layouts[t].tokens for t in self._tiers)
         """Of the tier with the largest tokens: the worst case for admission."""
 
+    @property
+    def pool_tiers(self) -> tuple[int, ...]:
+        """The pool's index of each of the policy's tiers."""
+        return tuple(self._tiers)
+
     def _slot_rule(self, spec: CacheSpec) -> SlotRule:
         own = self.policy.decode_rule(spec.num_layers, spec.num_kv_heads)
         shape = (spec.num_layers, spec.num_kv_heads, len(spec.tiers))
         alpha, cap = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+        share = None if own.share is None else torch.full(shape, torch.inf)
         for index, tier in enumerate(self._tiers):
             alpha[..., tier], cap[..., tier] = own.alpha[..., index], own.cap[..., index]
-        return SlotRule(self.policy.window, self.policy.sinks, alpha, cap, own.refresh, own.catch_up)
+            if share is not None and own.share is not None:
+                share[..., tier] = own.share[..., index]
+        window, sinks = self.policy.window, self.policy.sinks
+        return SlotRule(window, sinks, alpha, cap, own.refresh, own.catch_up, share, own.horizon)
 
     def rows(self, length: int) -> tuple[Tensor, Tensor] | None:
         """Query rows and weights that the policy's importance is measured from, or None."""
@@ -63,7 +81,20 @@ class BoundPolicy:
 
     def classify(self, prompt: PromptView) -> Tensor:
         """Pool tier (int8 `[R, H, n]`, -1 = dropped) of each token of `prompt`."""
-        own = self.policy.classify(prompt)
-        if self._pool_tier.device != own.device:
-            self._pool_tier = self._pool_tier.to(own.device)
-        return self._pool_tier[own.long()]
+        return self.sift(prompt).tier
+
+    def sift(self, prompt: PromptView) -> Sifted:
+        """What the policy makes of `prompt`, in the pool's tiers: tier int8 `[R, H, n]`, share fp32 `[R, H, T]`."""
+        own = self.policy.sift(prompt, self._prices)
+        if self._pool_tier.device != own.tier.device:
+            self._pool_tier = self._pool_tier.to(own.tier.device)
+        share = None
+        if own.share is not None:
+            share = own.share.new_full((*own.share.shape[:-1], self._pool_size), torch.inf)
+            share[..., self._tiers] = own.share
+        return Sifted(self._pool_tier[own.tier.long()], own.score, share)
+
+    def _price(self, spec: CacheSpec) -> Prices:
+        tokens = [spec.layouts[tier].tokens for tier in self._tiers]
+        slot = spec.slot_bytes / spec.head_slots
+        return Prices(tuple(spec.page_bytes / n for n in tokens), spec.page_bytes, slot, spec.head_dim * 2 * 2)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from siftkv.cache import KVCache
 from siftkv.engine.binding import BoundPolicy, policy_key
+from siftkv.engine.cascade import cascade_of, run_due
 from siftkv.engine.detokenizer import Decoder as Detokenize
 from siftkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from siftkv.engine.outputs import StreamChunk, TokenLogprob
@@ -25,6 +26,7 @@ from siftkv.engine.scheduler import Preemption, Scheduler
 from siftkv.engine.sequence import Sequence
 from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
 from siftkv.models import Decoder, ModelConfig
+from siftkv.models.fingerprint import model_fingerprint
 from siftkv.policies import Policy
 
 _REMEMBERED_POLICIES = 256
@@ -67,11 +69,14 @@ class Engine:
     def bind(self, policy: Policy) -> BoundPolicy:
         """A policy bound to this engine's pool. Raises FormatError or PolicyError when it does not fit."""
         key = policy_key(policy)
-        known = self._policies.pop(key, None) or BoundPolicy(policy, self.cache.spec)
+        known = self._policies.pop(key, None) or BoundPolicy(policy.for_model(self._fingerprint), self.cache.spec)
         self._policies[key] = known  # most recently used last
         if len(self._policies) > _REMEMBERED_POLICIES:
             self._policies.popitem(last=False)
         return known
+
+    def _fingerprint(self) -> str:
+        return model_fingerprint(self.runner.decoder)
 
     def add(
         self,
@@ -134,6 +139,7 @@ class Engine:
             stops=StopChecker(params.stop_strings, params.include_stop_str_in_output),
             max_tokens=limit if params.max_tokens is None else min(params.max_tokens, limit),
             output_ids=output_ids,
+            cascade=cascade_of(bound, self.cache.spec, ids, index),
         )
 
     @property
@@ -183,6 +189,7 @@ class Engine:
         """
         graphs = self.runner.graphs
         assert graphs is not None
+        run_due(self.cache, [(s.cascade, s.slot, s.seen + (before is not None)) for s in sequences])
         slots = torch.tensor([s.slot for s in sequences]).pin_memory()
         if before is None:
             tokens = torch.tensor([s.output_ids[s.fed] for s in sequences]).pin_memory()
@@ -221,10 +228,11 @@ class Engine:
             [s.prompt_ids for s in sequences], [s.slot for s in sequences], [s.policy for s in sequences]
         )
         chunks, good, short = [], [], []
+        held = self.cache.pages_held(self._slots(sequences)).tolist()
         for row, (sequence, failure) in enumerate(zip(sequences, failures, strict=True)):
             if failure is None:
                 good.append(row)
-                self.scheduler.learn(sequence, int(self.cache.pages_held(self._slots([sequence]))[0]))
+                self.scheduler.learn(sequence, held[row])
             elif isinstance(failure, OutOfPages):
                 short.append(sequence)
             else:
@@ -241,6 +249,7 @@ class Engine:
 
     def _decode(self, sequences: list[Sequence]) -> list[StreamChunk]:
         tokens = [s.output_ids[s.fed] for s in sequences]
+        run_due(self.cache, [(s.cascade, s.slot, s.seen) for s in sequences])
         logits, finite = self.runner.decode(tokens, [s.slot for s in sequences])
         chunks, good = [], []
         for row, (sequence, ok) in enumerate(zip(sequences, finite.tolist(), strict=True)):

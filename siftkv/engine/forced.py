@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import Tensor
 
+from siftkv.engine.cascade import Cascade, cascade_of, run_due
 from siftkv.engine.engine import Engine
 from siftkv.engine.outputs import KVReport
 from siftkv.engine.report import kv_report
+from siftkv.engine.shared_prompt import prefill_shared
 from siftkv.errors import OutOfPages, RequestError
 from siftkv.policies import Policy
 
@@ -41,6 +44,10 @@ class ForcedRun:
         self.steps = len(self.rows[0].forced_ids) if self.rows else 0
         self.reports: list[KVReport] = []
         """What each row's cache held after the last step."""
+        self.slots: list[int] = []
+        """Each row's slot in the cache, while the iteration runs."""
+        self.cascades: list[Cascade | None] = []
+        """Each row's triggers, None under a policy that has none."""
         for row in self.rows:
             if len(row.forced_ids) != self.steps:
                 raise RequestError("all rows must feed the same number of tokens")
@@ -48,16 +55,21 @@ class ForcedRun:
 
     def __iter__(self) -> Iterator[Tensor]:
         cache, runner = self.engine.cache, self.engine.runner
-        slots: list[int] = []
+        slots = self.slots = []
         bound = [self.engine.bind(row.policy) for row in self.rows]
         try:
-            for row, policy in zip(self.rows, bound, strict=True):
-                slots.append(cache.admit(policy.rule))
-                _, [failure] = runner.prefill([list(row.prompt_ids)], [slots[-1]], [policy])
-                if failure is not None:
-                    raise failure
+            pairs = zip(self.rows, bound, strict=True)
+            for prompt, group in groupby(pairs, key=lambda pair: list(pair[0].prompt_ids)):
+                policies = [policy for _, policy in group]
+                slots.extend(cache.admit(policy.rule) for policy in policies)
+                prefill_shared(runner, prompt, slots[-len(policies) :], policies)
+            self.cascades = [
+                cascade_of(policy, cache.spec, row.prompt_ids) for row, policy in zip(self.rows, bound, strict=True)
+            ]
             slot_tensor = cache.state.seen.new_tensor(slots)
             for step in range(self.steps):
+                seen = [len(row.prompt_ids) + step for row in self.rows]
+                run_due(cache, zip(self.cascades, slots, seen, strict=True))
                 if cache.step_page_bound(slot_tensor) > cache.free_pages:
                     raise OutOfPages(
                         f"the pool of {cache.spec.num_pages} pages is full after {step} tokens: "

@@ -1,6 +1,7 @@
 """Chooses the next token of every request of a batch.
 
-The order is vLLM's: penalties, ban of end tokens before `min_tokens`, temperature, `min_p`, `top_k`, `top_p`, draw.
+The order is vLLM's: guides, biases, penalties, ban of end tokens before `min_tokens`, temperature, `min_p`, `top_k`,
+`top_p`, draw.
 Every draw is a pure function of the request's logits, its seed and its number of output tokens. So neither the
 batch mates of a request, nor its place in the batch, nor a preemption and recomputation change what it draws.
 """
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from siftkv.engine.guide import GuideState
 from siftkv.engine.outputs import TokenLogprob
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.errors import NumericsError
@@ -71,6 +73,11 @@ class SamplingRow:
         return len(self.output_ids) < self.params.min_tokens and bool(self.banned_ids)
 
     @cached_property
+    def guide(self) -> GuideState | None:
+        """Where this completion stands in its grammar; None where any token may come."""
+        return None if self.params.guide is None else self.params.guide.start()
+
+    @cached_property
     def prompt_tokens(self) -> npt.NDArray[np.int64]:
         """Distinct prompt tokens."""
         return np.unique(np.asarray(self.prompt_ids, dtype=np.int64))
@@ -116,18 +123,32 @@ def _check_finite(logits: Tensor) -> None:
 
 
 def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Penalties and bans, float32; the logits themselves where no row has any."""
-    changed = [i for i, row in enumerate(rows) if row.params.penalised or row.bans]
+    """Guides, biases, penalties and bans, float32; the logits themselves where no row has any."""
+    changed = [i for i, row in enumerate(rows) if row.params.adjusts or row.bans]
     if not changed:
         return logits
     adjusted = logits.to(torch.float32, copy=True)
     for i in changed:
+        _guide(adjusted[i], rows[i])
         if rows[i].params.penalised:
             _penalise(adjusted[i], rows[i])
         if rows[i].bans:
             # An end token that the model cannot produce needs no ban.
             adjusted[i, [token for token in rows[i].banned_ids if token < logits.shape[-1]]] = -torch.inf
     return adjusted
+
+
+def _guide(logits: Tensor, row: SamplingRow) -> None:
+    """Bans what the row's guide forbids and adds its biases, in place on one row [vocab]. A guide that has failed
+    forbids everything, so that the row counts as one without a usable distribution.
+    """
+    if row.guide is not None:
+        allowed = row.guide.allowed(row.output_ids, logits.shape[-1])
+        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
+    known = [(token, bias) for token, bias in row.params.biases if token < logits.shape[-1]]
+    if known:
+        tokens, biases = zip(*known)
+        logits[list(tokens)] += logits.new_tensor(biases)
 
 
 def _penalise(logits: Tensor, row: SamplingRow) -> None:

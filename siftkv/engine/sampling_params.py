@@ -1,15 +1,17 @@
 """How a request wants its tokens chosen. Names and meanings are vLLM's."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import cast
 
+from siftkv.engine.guide import Guide
 from siftkv.errors import RequestError
 
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,19 @@ class SamplingParams:
     """Likeliest tokens reported with each generated one, 0 to 20; 0 = only the chosen token, None = no report."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the output in its text."""
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
+    """Added to the logits of these token ids, -100 to 100; kept as a tuple of pairs (read it as `biases`)."""
+    guide: Guide | None = None
+    """Restricts the output to a grammar, see `siftkv.engine.grammar`; None = any token may come."""
+    priority: int = 0
+    """Of the requests that wait, those with the lowest number start first; equal ones in order of arrival."""
 
     def __post_init__(self) -> None:
         self._check_shaping()
         self._check_lengths()
         self._set("stop", _strings("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("logit_bias", _biases(self.logit_bias))
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {getattr(self, name)!r}.")
@@ -77,6 +86,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             self._integer("max_tokens", "a whole number of 1 or more, or None (no limit)", lambda x: x >= 1)
         self._integer("min_tokens", "a whole number of 0 or more", lambda x: x >= 0)
+        self._integer("priority", "a whole number", lambda x: True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens}).")
         if self.logprobs is not None:
@@ -104,6 +114,11 @@ class SamplingParams:
         return cast(tuple[str, ...], self.stop)
 
     @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it was normalised: (token id, bias) pairs by token id, empty when there are none."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken instead of a draw."""
         return self.temperature < GREEDY_BELOW
@@ -112,6 +127,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether tokens already seen change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything but `min_tokens` changes the logits before the choice: penalties, biases or a guide."""
+        return self.penalised or bool(self.biases) or self.guide is not None
 
 
 def _as_float(value: object) -> float:
@@ -143,3 +163,17 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or not all(_is_integer(item) and item >= 0 for item in value):
         raise RequestError(f"{name} must be a list of token ids (whole numbers of 0 or more), not {value!r}.")
     return tuple(int(item) for item in value)
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else [] if value is None else value
+    if isinstance(pairs, Sequence) and all(_is_bias(pair) for pair in pairs):
+        return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
+    raise RequestError(f"logit_bias must map token ids to numbers between -100 and 100, not {str(value)[:80]!r}.")
+
+
+def _is_bias(pair: object) -> bool:
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        return False
+    token, bias = pair
+    return _is_integer(token) and token >= 0 and abs(_as_float(bias)) <= MAX_BIAS

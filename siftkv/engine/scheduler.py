@@ -32,7 +32,8 @@ class Batch:
 
 
 class Scheduler:
-    """First come, first served. Prompts go first while pages are free; the newest running sequence is preempted first.
+    """First come, first served, within a priority. Prompts go first while pages are free; the newest running sequence
+    is preempted first.
 
     preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last;
         `recompute`, and the fallback, prefills the prompt again and feeds the generated tokens through the decode
@@ -62,7 +63,11 @@ class Scheduler:
         return bool(self.waiting or self.swapped or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queue behind the last that waits with the same priority or a more urgent one."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].params.priority > sequence.params.priority:
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def schedule(self) -> Batch:
         """Choose the next pass. Sequences of a prefill batch have a slot and are running; they stay so unless `requeue`

@@ -8,6 +8,7 @@ from enum import Enum
 
 from siftkv.cache.swap import SwappedRequest
 from siftkv.engine.binding import BoundPolicy
+from siftkv.engine.cascade import Cascade
 from siftkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from siftkv.engine.outputs import CompletionOutput, FinishReason, KVReport, RequestMetrics, TokenLogprob
 from siftkv.engine.sampler import SamplingRow
@@ -29,6 +30,7 @@ class Sequence:
     fed: how many of `output_ids` have gone through the decode path. A new token is drawn when all have; after a
         preemption by recomputation the prompt is prefilled again and the generated tokens are fed again, through the
         same decode policy.
+    cascade: its triggers, under a policy that has some.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class Sequence:
     stops: StopChecker
     max_tokens: int
     output_ids: list[int]
+    cascade: Cascade | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     fed: int = 0
     slot: int = -1
@@ -58,6 +61,11 @@ class Sequence:
     scheduled: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+
+    @property
+    def seen(self) -> int:
+        """Tokens that went through the cache, those of steps that have not landed left out."""
+        return len(self.prompt_ids) + self.fed
 
     @property
     def needs_token(self) -> bool:

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server over one engine, and what it shows of its cache."""
