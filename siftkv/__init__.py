@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from siftkv.engine.outputs import CompletionOutput, KVReport, RequestOutput, StreamChunk
     from siftkv.engine.sampling_params import SamplingParams
     from siftkv.errors import SiftKVError
-    from siftkv.policies import DiffKV, Full, HardKV, Policy, Uniform, parse_policy
+    from siftkv.policies import DiffKV, Full, HardKV, Policy, Sift, Uniform, parse_policy
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "Policy",
     "RequestOutput",
     "SamplingParams",
+    "Sift",
     "SiftKVError",
     "StreamChunk",
     "Uniform",
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _OUTPUTS = ("CompletionOutput", "KVReport", "RequestOutput", "StreamChunk")
-_POLICIES = ("DiffKV", "Full", "HardKV", "Policy", "Uniform", "parse_policy")
+_POLICIES = ("DiffKV", "Full", "HardKV", "Policy", "Sift", "Uniform", "parse_policy")
 _HOMES = {
     "LLM": "siftkv.engine.llm",
     **dict.fromkeys(_OUTPUTS, "siftkv.engine.outputs"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from siftkv.cache import KVCache
 from siftkv.cache.integrity import check_integrity
 from siftkv.engine.sizing import planned_bytes
 from siftkv.errors import FormatError, IntegrityError, NumericsError, OutOfPages, RequestError
+from siftkv.policies import DecodeRule
 from tests.tiny import ThreeTiers, random_prompt, random_step, small_cache
 
 POLICIES = [
@@ -127,6 +131,53 @@ def test_three_quantised_tiers(kernels: str) -> None:
     assert bool((cache.state.lengths[slot] == torch.tensor([10, 12, 14])).all())
     cache.release([slot])
     cache.check_integrity()
+
+
+def test_shares_grow_with_the_request_and_leave_with_it(kernels: str) -> None:
+    """Caps of ten to fourteen tokens a tier and, in one head, an eighth of the request in its first tier."""
+    cache, [policy] = small_cache([ThreeTiers()], kernels=kernels)
+    generator = torch.Generator().manual_seed(0)
+    slots = [cache.admit(policy.rule) for _ in range(2)]
+    for slot in slots:
+        random_prompt(cache, policy, slot, 5, generator)
+    share = torch.full((1, 2, 3), torch.inf)
+    share[0, 1] = torch.tensor([0.125, 0.0, torch.inf])
+    cache.set_shares(1, torch.tensor(slots[1:]), share)
+    for seen in range(6, 125):
+        index, held = torch.tensor(slots), cache.state.lengths[slots[1], 1, 1].clone()
+        bound, free = cache.step_page_bound(index), cache.free_pages
+        random_step(cache, slots, generator)
+        assert free - cache.free_pages <= bound
+        grown = min(10, -(-seen // 8))
+        assert held[0] <= cache.state.lengths[slots[1], 1, 1, 0] <= grown
+        if seen == 60:
+            slots[1] = cache.swap_in(cache.swap_out(slots[1]))
+    cache.check_integrity()
+    full = cache.state.lengths[slots[0], 0, 0].tolist()
+    assert full == [10, 12, 14]
+    assert cache.state.lengths[slots[1], 1, 1].tolist() == [10, 0, 14]
+    assert cache.state.lengths[slots[1], 0, 1].tolist() == full
+    cache.release(slots)
+    assert bool(torch.isinf(cache.state.cap_share[cache.admit(policy.rule)]).all())
+    assert bool(torch.isinf(cache.state.cap_share[cache.admit(policy.rule)]).all())
+
+
+def test_a_policy_says_shares_and_horizon() -> None:
+    """The pool has more tiers than the policy: shares go where its own tiers stand."""
+
+    class Growing(ThreeTiers):
+        def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
+            rule = super().decode_rule(num_layers, num_kv_heads)
+            return replace(rule, share=torch.tensor([0.1, 0.2, 0.3]).expand(rule.cap.shape), horizon=256)
+
+    cache, [policy, _] = small_cache([Growing(), "uniform:k8v8,window=4"])
+    assert len(cache.spec.tiers) == 4
+    slot = cache.admit(policy.rule)
+    assert cache.state.cap_share[slot, 1, 0].tolist() == pytest.approx([math.inf, 0.1, 0.2, 0.3])
+    assert int(cache.state.horizon[slot]) == 256
+    for horizon in (0, -1, 2**31):
+        with pytest.raises(RequestError, match="horizon"):
+            cache.admit(replace(policy.rule, horizon=horizon))
 
 
 def test_release_returns_everything(kernels: str) -> None:

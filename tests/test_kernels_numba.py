@@ -91,8 +91,9 @@ def test_tiers_without_state_and_without_conditioning() -> None:
     "tiers", [("k8v4", "k4v2"), ("bf16",), ("k8v4c", "k4v2_g24", "k1v1", "k2v8_g82c")], ids="-".join
 )
 def test_scores_are_refreshed_where_due(tiers: tuple[str, ...]) -> None:
-    slow, quick = pair(tiers, (301, 4, 240), refresh=4, rank=2)
-    before = twin(slow)
+    slow, _ = pair(tiers, (301, 4, 240), refresh=4, rank=2)
+    slow.horizon = torch.tensor([64, 3, 2**31 - 1])
+    quick, before = twin(slow), twin(slow)
     attend(slow, quick, 3)
     slots = torch.arange(3)
     _, valid = window_positions(slow, slots, slow.seen)
@@ -171,6 +172,7 @@ def test_append_tokens_is_the_same_to_the_bit(tiers: tuple[str, ...], scale: flo
     for turn, count in enumerate((0, 1, 143)):
         k, v = (torch.randn(count, 3, slow.window_k.shape[-1], generator=g) * scale for _ in range(2))
         v[count // 2 :] *= 1e-3
+        v[::3, :, 5] *= 25
         k[: count // 4] = 0.5
         score, position = torch.rand(3, count, generator=g) ** 6 * 1.1, torch.arange(count) + 7 * turn
         tier = random_tiers(3, count, TIERS[tiers], g)
@@ -207,6 +209,8 @@ def test_sift_steps_are_the_same_to_the_bit(tiers: tuple[str, ...], seed: int) -
     g = torch.Generator().manual_seed(seed)
     slow.alpha = torch.rand(slow.alpha.shape, generator=g) * 2
     slow.cap = torch.randint(0, 60, slow.cap.shape, generator=g).to(torch.int32)
+    share = torch.rand(slow.cap_share.shape, generator=g)
+    slow.cap_share = torch.where(share < 0.5, share * 0.6 - 0.01, torch.inf)
     slow.catch_up = torch.tensor([0, 2, 1])
     lengths = slow.lengths.clone()
     sift(slow, twin(slow), seed, 10)

@@ -287,3 +287,6 @@ def test_dtypes_and_devices_that_do_not_exist(folder: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="CUDA"):
             load_model(folder, device="cuda")
+    for device in ("tpu", "meta", "mps", "cuda:x", ""):
+        with pytest.raises(ModelError, match="use cpu, cuda or cuda:N"):
+            load_model(folder, device=device)

@@ -50,7 +50,7 @@ def test_strings() -> None:
 @pytest.mark.parametrize(
     ("kv", "match"),
     [
-        ("", "full, uniform, diffkv, hardkv, fixed"),
+        ("", "full, uniform, diffkv, hardkv, sift, fixed"),
         ("h2o2", "full, uniform, diffkv"),
         ("diffkv:foo=1", "alpha_high"),
         ("diffkv:window=1.5", "whole number"),

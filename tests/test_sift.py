@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from siftkv.cache import KVCache
 from siftkv.kernels.reference.attention import tier_tokens
 from siftkv.kernels.reference.prompt import prompt_importance
 from siftkv.kernels.reference.quantize import decode
+from siftkv.kernels.reference.scores import updated_mean
 from siftkv.kernels.reference.tokens import read_records
+from siftkv.kernels.state import CacheState
 from siftkv.policies.importance import observation_rows, sampled_rows
 from tests.tiny import ThreeTiers, random_prompt, random_step, small_cache
 
@@ -77,10 +80,22 @@ def test_three_tiers_with_caps_follow_the_model(seed: int) -> None:
     check_against_model(ThreeTiers(), seed, 40)
 
 
-def check_against_model(kv: str | ThreeTiers, seed: int, length: int) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_caps_that_grow_with_the_request_follow_the_model(seed: int) -> None:
+    share = torch.rand(2, 2, 3, generator=torch.Generator().manual_seed(seed)) * 0.5
+    share[0, 1, 0], share[1, 0, 2], share[1, 1, 1] = 0.0, torch.inf, 2.0
+    check_against_model(ThreeTiers(), seed, 16, share)
+
+
+def grown_caps(state: CacheState, slot: int, at: tuple[int, int], seen: int) -> list[int]:
+    pairs = zip(state.cap[slot][at].tolist(), state.cap_share[slot][at], strict=True)
+    return [cap if share == torch.inf else min(cap, math.ceil(float(share * seen))) for cap, share in pairs]
+
+
+def check_against_model(kv: str | ThreeTiers, seed: int, length: int, share: torch.Tensor | None = None) -> None:
     cache, [policy] = small_cache([kv])  # type: ignore[list-item]
     generator = torch.Generator().manual_seed(seed)
-    slot = cache.admit(policy.rule)
+    slot = cache.admit(replace(policy.rule, share=share))
     random_prompt(cache, policy, slot, length, generator)
     state = cache.state
     for _ in range(12):
@@ -93,7 +108,7 @@ def check_against_model(kv: str | ThreeTiers, seed: int, length: int) -> None:
         seen = int(state.seen[slot])
         row = start if start < int(state.sinks[slot]) else state.sink_rows + start % state.ring_rows
         for at, tiers in before.items():
-            alpha, cap = state.alpha[slot][at].tolist(), state.cap[slot][at].tolist()
+            alpha, cap = state.alpha[slot][at].tolist(), grown_caps(state, slot, at, seen)
             if seen - start > int(state.window[slot]):
                 carried = Token(start, float(window_score[at][row]))
                 model_cascade(tiers, carried, alpha, cap, seen, examine=False)
@@ -147,6 +162,34 @@ def test_rows_depend_on_positions_only() -> None:
     assert 0.08 < len(older) / (3000 - 256) < 0.18
     assert set(weight.tolist()) == {1.0, 8.0}
     assert observation_rows(10, 64)[0].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_mean_with_a_horizon_is_exact_up_to_it_and_forgets_beyond(interval: int) -> None:
+    attention = torch.rand(397, generator=torch.Generator().manual_seed(0))
+    attention[:200] += 1.0
+    position, step = torch.tensor(0), torch.tensor(interval)
+
+    def mean_at(last: int, horizon: int) -> float:
+        mean = torch.tensor(0.0)
+        for now in range(interval, last + 1, interval):
+            mean = updated_mean(mean, attention[now], position, torch.tensor(now), step, torch.tensor(horizon))
+        return float(mean)
+
+    rows = attention[::interval][1:]
+    assert mean_at(64, 64) == pytest.approx(float(rows[: 64 // interval].mean()), rel=1e-5)
+    assert mean_at(396, 2**31 - 1) == pytest.approx(float(rows.mean()), rel=1e-5)
+    old = 1.0 - interval / 32
+    assert mean_at(396, 32) == pytest.approx(_forgetting(rows, 32 // interval, old), rel=1e-4)
+    assert mean_at(396, 32) < 0.75 < 0.9 < mean_at(396, 2**31 - 1)
+    assert mean_at(396, 1) == pytest.approx(float(attention[396]), rel=1e-5)
+
+
+def _forgetting(rows: torch.Tensor, first: int, old: float) -> float:
+    mean = float(rows[:first].mean())
+    for row in rows[first:].tolist():
+        mean = old * mean + (1 - old) * row
+    return mean
 
 
 def test_decode_scores_are_means_over_later_queries() -> None:

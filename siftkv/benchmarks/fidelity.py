@@ -143,9 +143,13 @@ def measure(
     """
     found: list[Measurement] = []
     for pool, batches in plan.pools:
-        llm = _open(model, pool, batches, plan.protocol, kernels)
+        llm = open_pool(model, pool, batches, plan.protocol, kernels)
         for batch in batches:
-            found += _run(llm, batch, plan.protocol, progress)
+            for window, own, meter, reports in feed(llm, batch, plan.protocol, progress):
+                found += [
+                    Measurement(kv, window.text, window.index, divergence, report)
+                    for kv, divergence, report in zip(own, meter.results(), reports, strict=True)
+                ]
     place = {(w.text, w.index): i for i, w in enumerate(plan.windows)}
     order = {kv: i for i, kv in enumerate(plan.settings)}
     return sorted(found, key=lambda m: (order[m.kv], place[m.text, m.window]))
@@ -180,15 +184,21 @@ def _rows(comparison: Comparison) -> int:
     return 1 + len(comparison[1])
 
 
-def _open(
+def open_pool(
     model: LoadedModel, settings: list[str], batches: list[list[Comparison]], protocol: Protocol, kernels: str
 ) -> LLM:
+    """An engine for settings that share a cache, with room for `full` and for the largest of the batches."""
     rows = max(sum(_rows(c) for c in batch) for batch in batches)
     dense = dense_name(model.decoder.dtype)
     return open_for(model, parse_policy(settings[0]), protocol.length, rows, (dense,), kernels)
 
 
-def _run(llm: LLM, batch: list[Comparison], protocol: Protocol, progress: Callable[[], None]) -> list[Measurement]:
+def feed(
+    llm: LLM, batch: list[Comparison], protocol: Protocol, progress: Callable[[], None]
+) -> Iterator[tuple[Window, list[str], DivergenceMeter, list[KVReport]]]:
+    """Run a batch, each window under each of its settings beside a row of `full`: window, settings, what was measured
+    and each setting's report.
+    """
     rows: list[ForcedRow] = []
     targets: list[list[int]] = []
     for window, settings in batch:
@@ -203,13 +213,7 @@ def _run(llm: LLM, batch: list[Comparison], protocol: Protocol, progress: Callab
         for meter, part, target in zip(meters, torch.split(logits, sizes), targets, strict=True):
             meter.update(part[0], part[1:], target[step])
         progress()
-    return list(_collect(batch, meters, run.reports))
-
-
-def _collect(batch: list[Comparison], meters: list[DivergenceMeter], reports: list[KVReport]) -> Iterator[Measurement]:
     start = 0
-    for (window, settings), meter in zip(batch, meters, strict=True):
-        own = reports[start + 1 : start + 1 + len(settings)]
-        for kv, divergence, report in zip(settings, meter.results(), own, strict=True):
-            yield Measurement(kv, window.text, window.index, divergence, report)
-        start += 1 + len(settings)
+    for (window, settings), meter, size in zip(batch, meters, sizes, strict=True):
+        yield window, settings, meter, run.reports[start + 1 : start + size]
+        start += size

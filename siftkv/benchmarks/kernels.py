@@ -125,22 +125,23 @@ def _fill_pages(state: CacheState, pages: list[int]) -> None:
                 count, layout.page_bytes // 2, dtype=torch.bfloat16, device="cuda"
             )
             continue
-        _fill_metadata(mine, layout)
+        fill_metadata(mine, layout)
 
 
-def _fill_metadata(pages: Tensor, layout: PageLayout) -> None:
+def fill_metadata(pages: Tensor, layout: PageLayout) -> None:
+    """Scales and zero-points of values around -1 to 1, and positions, into quantised pages."""
     fmt = layout.format
     for start, bits, groups in (
         (layout.offsets[1], fmt.key_bits, fmt.key_groups),
         (layout.offsets[3], fmt.value_bits, fmt.value_groups),
     ):
         count = layout.tokens * groups
-        meta = torch.empty(len(pages), count, 2, device="cuda")
-        meta[..., 0] = (1.5 + torch.rand(len(pages), count, device="cuda")) / (2**bits - 1)
+        meta = torch.empty(len(pages), count, 2, device=pages.device)
+        meta[..., 0] = (1.5 + torch.rand(len(pages), count, device=pages.device)) / (2**bits - 1)
         meta[..., 1] = -1.0
         pages[:, start : start + 4 * count] = meta.half().view(len(pages), -1).view(torch.uint8)
     if layout.tier.positions:
-        position = torch.randint(0, 1024, (len(pages), layout.tokens), dtype=torch.int32, device="cuda")
+        position = torch.randint(0, 1024, (len(pages), layout.tokens), dtype=torch.int32, device=pages.device)
         pages[:, layout.offsets[5] : layout.offsets[5] + 4 * layout.tokens] = position.view(torch.uint8)
 
 

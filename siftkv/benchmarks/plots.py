@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from siftkv.benchmarks.cpu import TRANSFORMERS, Speed
 from siftkv.benchmarks.cpu_results import DECODE_BARS, PREFILL_BAR, against_transformers
 from siftkv.benchmarks.fidelity_results import ALL_TEXTS, DIFFKV_KL, DIFFKV_RATIO, DIFFKV_TOP1, Summary
-from siftkv.errors import SiftKVError
+from siftkv.evaluate.plots import new_figure, save_figure
 from siftkv.policies import DiffKV, Full, parse_policy
 
 _BAR = {"color": "#888888", "linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1}
 _POINT = "#222222"
-_SERIES = ("#2a78d6", "#e07b39", "#3f9b6c", "#8a5cc2")
-_DPI = 150
+SERIES = ("#2a78d6", "#e07b39", "#3f9b6c", "#8a5cc2")
 
 
 def plot_fidelity(summaries: Sequence[Summary], path: str | Path, title: str) -> None:
@@ -27,7 +24,7 @@ def plot_fidelity(summaries: Sequence[Summary], path: str | Path, title: str) ->
     Raises SiftKVError when the picture cannot be written.
     """
     overall = [s for s in summaries if s.text == ALL_TEXTS]
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure = new_figure(11, 4.8)
     kl, top1 = figure.subplots(1, 2)
     _curves(kl, overall, lambda s: s.mean_kl)
     _curves(top1, overall, lambda s: s.top1)
@@ -39,13 +36,12 @@ def plot_fidelity(summaries: Sequence[Summary], path: str | Path, title: str) ->
     for axes in (kl, top1):
         axes.axvline(100 * DIFFKV_RATIO, **_BAR)
         axes.set_xlabel("physical KV bytes, % of bf16")
-        _plain(axes)
+        plain_axes(axes)
     handles, labels = kl.get_legend_handles_labels()
     if handles:
         style = {"frameon": False, "fontsize": 8, "title": "diffkv, over alpha_low", "title_fontsize": 8}
         figure.legend(handles, labels, loc="outside right upper", **style)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    _save(figure, path)
+    save_figure(figure, path, title)
 
 
 def _curves(axes: Any, overall: Sequence[Summary], value: Callable[[Summary], float]) -> None:
@@ -76,7 +72,7 @@ def plot_cpu(speeds: Sequence[Speed], path: str | Path, title: str) -> None:
 
     Raises SiftKVError when the picture cannot be written.
     """
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = new_figure(9, 4.2)
     settings = list(dict.fromkeys(s.engine for s in speeds if s.engine != TRANSFORMERS))
     cases = list(dict.fromkeys(s.case for s in speeds))
     for part, (axes, what) in enumerate(zip(figure.subplots(1, 2), ("prefill", "decode"), strict=True)):
@@ -84,7 +80,7 @@ def plot_cpu(speeds: Sequence[Speed], path: str | Path, title: str) -> None:
         for i, kv in enumerate(settings):
             own = [next(s for s in speeds if s.engine == kv and s.case == case) for case in cases]
             shares = [against_transformers(speeds, s)[part] for s in own]
-            color, shift = _SERIES[i % len(_SERIES)], (i - (len(settings) - 1) / 2) * width
+            color, shift = SERIES[i % len(SERIES)], (i - (len(settings) - 1) / 2) * width
             axes.bar([j + shift for j in range(len(cases))], shares, 0.92 * width, color=color, label=kv, zorder=2)
             bar = DECODE_BARS.get(parse_policy(kv).name) if what == "decode" else PREFILL_BAR
             if bar is not None:
@@ -93,20 +89,13 @@ def plot_cpu(speeds: Sequence[Speed], path: str | Path, title: str) -> None:
         axes.set_xticks(range(len(cases)), [f"{c.context}\nx {c.batch}" for c in cases])
         axes.set_xlabel("prompt tokens x requests")
         axes.set_ylabel(f"{what} speed, x transformers")
-        _plain(axes)
+        plain_axes(axes)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    _save(figure, path)
+    save_figure(figure, path, title)
 
 
-def _plain(axes: Any) -> None:
+def plain_axes(axes: Any) -> None:
+    """No frame, light lines."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6, zorder=0)
     axes.tick_params(which="both", labelsize=8)
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except (OSError, ValueError) as error:
-        raise SiftKVError(f"cannot write the picture {path}: {error}") from error

@@ -4,7 +4,7 @@ policy and no model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class KVCache:
         self._free_slots = list(range(spec.max_slots))
         self._protection: dict[int, tuple[int, int]] = {}
         self._examined: set[int] = set()
+        self.under_way: dict[int, Callable[[], object]] = {}
+        """By slot: orders the current stream behind work elsewhere that still writes to the request's pages. Called,
+        and forgotten, before they are copied or given back.
+        """
 
     def admit(self, rule: SlotRule) -> int:
         """Take a slot for a request that lives by `rule`. Raises RequestError when the rule does not fit the cache,
@@ -210,6 +214,7 @@ class KVCache:
     def release(self, slots: list[int]) -> None:
         """Give back every page of the requests, and their slots."""
         if slots:
+            self._join(slots)
             index = torch.tensor(slots, device=self.state.pages.device)
             self.kernels.release(self.state, index)
             if self.state.skips:
@@ -217,12 +222,19 @@ class KVCache:
             self._free_slots.extend(slots)
             self._examined.difference_update(slots)
 
+    def _join(self, slots: list[int]) -> None:
+        for slot in slots:
+            join = self.under_way.pop(slot, None)
+            if join is not None:
+                join()
+
     def swap_bytes(self, slot: int) -> int:
         """Host bytes that `swap_out` would take."""
         return swap_bytes(self.state, slot)
 
     def swap_out(self, slot: int) -> SwappedRequest:
         """Copy a request to host memory and release it here."""
+        self._join([slot])
         swapped = swap_out(self.state, slot)
         self.release([slot])
         return swapped

@@ -35,7 +35,9 @@ class SlotRule:
                 f"window={self.window} is above this cache's {spec.max_window}: open it with a larger max_window"
             )
         if self.sinks > spec.sink_rows:
-            raise RequestError(f"sinks={self.sinks} is above this cache's {spec.sink_rows}: open it with more sink_rows")
+            raise RequestError(
+                f"sinks={self.sinks} is above this cache's {spec.sink_rows}: open it with more sink_rows"
+            )
         if self.catch_up not in (0, 1):
             raise RequestError(
                 f"catch_up={self.catch_up}: a step examines at most one stale token a head slot, use 0 or 1"

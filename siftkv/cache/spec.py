@@ -87,10 +87,10 @@ class CacheSpec:
         rows = self.sink_rows + self.ring_rows
         a_head = 4 * -(-tiers // 2) * self.table_width + 4 * tiers  # page table, lengths
         a_head += 2 * rows * self.head_dim * self.dtype.itemsize + 4 * rows  # window keys, values, scores
-        a_head += (4 + 4) * tiers  # thresholds and caps
+        a_head += (4 + 4 + 4) * tiers  # thresholds, caps and shares
         a_head += -(-tiers // 2) * self.table_width * self.skips  # skipped pages
         queries = self.num_layers * self.query_rows * self.num_heads * self.head_dim * self.dtype.itemsize
-        a_request = 7 * 8 + 1  # seen, window_start, sinks, window, refresh, catch_up, peak_pages; not_finite
+        a_request = 8 * 8 + 1  # seen, window_start, sinks, window, refresh, catch_up, horizon, peak_pages; not_finite
         return a_head * heads + queries + a_request
 
     def tier_index(self, wanted: Tier) -> int:

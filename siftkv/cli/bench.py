@@ -1,4 +1,4 @@
-"""`siftkv bench`: fidelity against bytes, and speed against transformers."""
+"""`siftkv bench`: fidelity against bytes, and speed against transformers; further benches are beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from siftkv.benchmarks.results import Row
     from siftkv.models import LoadedModel
 
-app = typer.Typer(no_args_is_help=True, help="Measure fidelity and speed, and write results files.")
+app = typer.Typer(no_args_is_help=True, help="Measure fidelity, speed and servers, and write results files.")
 
 Json = Annotated[str | None, typer.Option("--json", help="Write a results file.", metavar="FILE", show_default=False)]
 Plot = Annotated[

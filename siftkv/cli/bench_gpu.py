@@ -1,4 +1,4 @@
-"""`siftkv bench kernels`, `step`, `manager`, `latency` and `throughput`: speed on a GPU."""
+"""`siftkv bench kernels`, `step`, `manager`, `latency`, `hardkv` and `throughput`: speed on a GPU."""
 
 from __future__ import annotations
 
@@ -178,6 +178,57 @@ def latency(json_file: Json = None) -> None:
         rows.append(Row(what=where, value=e.seconds, unit="s"))
         rows.append(Row(what=f"{where}: time", value=e.seconds / full.seconds, unit="of full's"))
     finish("latency", rows, {"splits": [asdict(s) for s in splits], "requests": [asdict(e) for e in whole]}, json_file)
+
+
+TRIGGER_BAR, TRIGGERS_BAR, TAIL_BAR, FIXED_BAR, PADDED_BAR = 0.7, 0.04, 2.0, 0.95, 2.0
+"""Most milliseconds of a trigger; most of decode time for all triggers; most of the p99 step by the median; least
+decode tokens/s by those of `fixed`, and by those of heads that are padded to the longest.
+"""
+
+
+def hardkv(json_file: Json = None) -> None:
+    """Time Hard-KV's triggers, alone and beside decode steps; decode heads of their own lengths against padded ones.
+
+    \b
+    Examples:
+      siftkv bench hardkv
+      siftkv bench hardkv --json hardkv.json
+    """
+    from siftkv.benchmarks import hardkv_gpu as bench
+    from siftkv.benchmarks.hardkv_trigger import CONTEXT
+    from siftkv.benchmarks.results import Row
+    from siftkv.benchmarks.throughput import random_llama
+
+    found = bench.run_hardkv(random_llama())
+    rows: list[Row] = []
+    table = plain_table(f"A trigger of one request of {CONTEXT} tokens; milliseconds")
+    for name in ("metric", "snapshot", "select", "rewrite", "all"):
+        table.add_column(name)
+    for t in found.triggers:
+        parts = {"snapshot": t.snapshot_ms, "select": t.select_ms, "rewrite": t.rewrite_ms, "all": t.trigger_ms}
+        table.add_row(t.metric, *(f"{ms:.3f}" for ms in parts.values()))
+        where = f"trigger of {CONTEXT} tokens, {t.metric}"
+        for name, ms in parts.items():
+            bar = f"<= {TRIGGER_BAR}" if name == "all" else None
+            rows.append(Row(what=f"{where}: {name}", value=ms, unit="ms", bar=bar))
+    stdout_console().print(table)
+    table = plain_table("Decode steps")
+    for name in ("what", "requests", "median ms", "p99 ms", "mean ms", "tokens/s", "of bf16"):
+        table.add_column(name)
+    for d in (found.loaded, found.idle, *found.own.values(), *found.padded.values(), found.fixed):
+        times = (f"{ms:.3f}" for ms in (d.median_ms, d.p99_ms, d.mean_ms))
+        table.add_row(d.what, str(d.requests), *times, f"{d.tokens_per_second:.0f}", f"{d.ratio:.3f}")
+    stdout_console().print(table)
+    where = f"batch {bench.BATCH}, {CONTEXT} context, {bench.KEPT} tokens a head, interval 128"
+    tail = found.loaded.p99_ms / found.loaded.median_ms
+    rows.append(Row(what=f"triggers: {where}", value=found.share, unit="of decode time", bar=f"<= {TRIGGERS_BAR}"))
+    rows.append(Row(what=f"p99 step: {where}", value=tail, unit="x the median", bar=f"<= {TAIL_BAR}"))
+    for how, own in found.own.items():
+        what = f"decode at {bench.POOL_BYTES >> 30} GiB, heads drawn 1:8 {how}, {own.ratio:.3f} of bf16"
+        for name, other, least in (("fixed", found.fixed, FIXED_BAR), ("padded", found.padded[how], PADDED_BAR)):
+            value = own.tokens_per_second / other.tokens_per_second
+            rows.append(Row(what=what, value=value, unit=f"x {name}, tokens/s", bar=f">= {least}"))
+    finish("hardkv", rows, found.as_dict(), json_file)
 
 
 def throughput(

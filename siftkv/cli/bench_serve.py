@@ -27,7 +27,9 @@ def serve(
     url: Annotated[str, typer.Option(help="The server, without /v1. None is started.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Model to ask for.  [default: the first it lists]")] = "",
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", show_default=False)] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that the server asks for.", envvar="OPENAI_API_KEY", show_default=False)
+    ] = None,
     kv: Annotated[str | None, typer.Option("--kv", help="KV setting to ask a SiftKV server for.")] = None,
     rate: Annotated[
         str | None,

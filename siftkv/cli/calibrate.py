@@ -41,9 +41,9 @@ def calibrate(
     ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of a window that are prefilled and sifted.")] = 1024,
     forced: Annotated[int, typer.Option(help="Tokens after the prompt that are fed one by one and compared.")] = 64,
-    windows: Annotated[int, typer.Option(help="Windows a text to choose by; as many again are held out.")] = 2,
+    windows: Annotated[int, typer.Option(help="Windows a text to choose by; as many again are held out.")] = 3,
     offset: Annotated[int, typer.Option(help="Token at which the first window of a text starts.")] = 0,
-    rows: Annotated[int, typer.Option(help="Requests in a batch at most.")] = 12,
+    rows: Annotated[int, typer.Option(help="Requests in a batch at most.")] = 18,
     out: Annotated[str, typer.Option(help="The profile; a picture of the search goes beside it.")] = "profile.json",
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
     device: Device = "cpu",
@@ -139,14 +139,22 @@ def _cells(figures: Figures) -> list[str]:
     ]
 
 
+def _fate(profile: Profile) -> str:
+    from siftkv.evaluate.calibrate.run import HEADS
+
+    if profile.precise_keys:
+        return f"8-bit keys in {len(profile.precise_keys)} heads, those first"
+    tried = any(HEADS in tried.step for tried in profile.path)
+    return "8-bit keys were not worth their bytes there" if tried else "the target is met without 8-bit keys there"
+
+
 def _doubts(profile: Profile) -> None:
     """What a user should know before relying on it."""
     target, held = profile.target, profile.held_out
     if profile.fragile:
         named = ", ".join(f"{layer}.{head}" for layer, head in profile.fragile[:8])
         more = f" and {len(profile.fragile) - 8} more" if len(profile.fragile) > 8 else ""
-        fate = "they get 8-bit keys" if profile.precise_keys else "8-bit keys there were not worth their bytes"
-        say(f"fragile keys in (layer.head) {named}{more}: {fate}")
+        say(f"fragile keys in (layer.head) {named}{more}: {_fate(profile)}")
     if held is not None and target.max_kl is not None and held.mean_kl > target.max_kl:
         say(f"note: on other text the KL is {held.mean_kl:.4f}, above {target.max_kl}: more windows make it surer")
     if held is not None and target.min_agreement is not None and held.agreement < target.min_agreement:

@@ -31,6 +31,7 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     conditioning: options.Conditioning = "full",
@@ -53,9 +54,8 @@ def chat(
 
         asked.check()
         policy = parse_policy(kv)
-    llm = open_llm(
-        model, kv=policy, dtype=dtype, max_model_len=max_model_len, conditioning=conditioning, max_num_seqs=1
-    )
+    about = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "conditioning": conditioning}
+    llm = open_llm(model, kv=policy, max_num_seqs=1, **about)
     conversation = Conversation(llm, asked.params(llm.model.generation), system)
     conversation.check_template()
     interactive = sys.stdin.isatty()

@@ -24,7 +24,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--kv", help="A setting of the KV cache; repeatable. full is always run.", show_default=False),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Device = options.Device
 Out = Annotated[
     str, typer.Option("--out", help="Folder of records, report and pictures; an interrupted run continues from it.")
 ]

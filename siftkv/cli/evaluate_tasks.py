@@ -40,9 +40,19 @@ def tasks(
     limit: Annotated[int | None, typer.Option(min=1, help="First problems of each task.", show_default=False)] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)] = 0.0,
-    top_p: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Draw from the likeliest tokens whose probabilities reach this sum.", rich_help_panel=_SAMPLING
+        ),
+    ] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 = all.", rich_help_panel=_SAMPLING)] = 0,
-    min_p: Annotated[float, typer.Option(rich_help_panel=_SAMPLING)] = 0.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Drop tokens below this share of the likeliest one's probability.", rich_help_panel=_SAMPLING
+        ),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same draws under every setting.", rich_help_panel=_SAMPLING)] = 0,
     repeats: Annotated[int, typer.Option(help="Answers a problem; needs sampling.", rich_help_panel=_SAMPLING)] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,

@@ -52,6 +52,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     conditioning: options.Conditioning = "full",
@@ -77,9 +78,8 @@ def generate(
 
         asked.check()
         policy = parse_policy(kv)
-    llm = open_llm(
-        model, kv=policy, dtype=dtype, max_model_len=max_model_len, conditioning=conditioning, max_num_seqs=n
-    )
+    about = {"device": device, "dtype": dtype, "max_model_len": max_model_len, "conditioning": conditioning}
+    llm = open_llm(model, kv=policy, max_num_seqs=n, **about)
     prompt_ids = llm.chat_prompt([{"role": "user", "content": text}]) if chat else llm.encode(text)
     live = stream and n == 1 and json_file != "-"
     outputs = _run(llm, prompt_ids, asked.params(llm.model.generation), live)

@@ -42,7 +42,7 @@ def inspect(
     \b
     Examples:
       siftkv inspect --data a_scandal_in_bohemia
-      siftkv inspect smollm2-360m --kv hardkv:p=0.8,lower=128,upper=256,budget=512 --data report.txt
+      siftkv inspect ./my-model --kv hardkv:p=0.8,lower=128,upper=256,budget=512 --data report.txt
       siftkv inspect --kv diffkv:alpha_low=0.05 --prompt "Once upon a time" --max-tokens 512
     """
     if (prompt is None) == (data is None):

@@ -27,6 +27,7 @@ Kv = Annotated[
         help="How the KV cache is sifted: full, uniform:k8v4, diffkv, diffkv:alpha_high=1,alpha_low=0.02, ...",
     ),
 ]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest context in tokens.  [default: the model's]", show_default=False)

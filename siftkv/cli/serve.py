@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +29,9 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 = all.", rich_help_panel=_HTTP)
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", rich_help_panel=_HTTP)] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = a free one.", rich_help_panel=_HTTP)
+    ] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,7 +59,7 @@ def serve(
         ),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(help="Completions that may wait; more get 429.", rich_help_panel=_HTTP)
+        int, typer.Option(min=0, help="Completions that may wait; more get 429.", rich_help_panel=_HTTP)
     ] = 1024,
     max_body_bytes: Annotated[str, typer.Option(help="Largest request body.", rich_help_panel=_HTTP)] = "8MiB",
     cors_origin: Annotated[
@@ -73,12 +77,12 @@ def serve(
         str | None, typer.Option(help="TLS: the certificate, a PEM file.", show_default=False, rich_help_panel=_HTTP)
     ] = None,
     drain_seconds: Annotated[
-        float, typer.Option(help="What running requests get to finish after SIGTERM.", rich_help_panel=_HTTP)
+        float, typer.Option(min=0, help="What running requests get to finish after SIGTERM.", rich_help_panel=_HTTP)
     ] = 30.0,
     log_prompts: Annotated[bool, typer.Option(help="Write prompts to the log.", rich_help_panel=_HTTP)] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_HTTP)] = "info",
     dtype: options.Dtype = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=_ENGINE)] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)] = "cpu",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Completions that run at a time.", rich_help_panel=_ENGINE)] = 16,
     max_num_batched_tokens: Annotated[
@@ -87,13 +91,20 @@ def serve(
     kv_cache_memory: Annotated[
         str | None,
         typer.Option(
-            help="Bytes of the whole KV cache: 12GiB, 800MB.  [default: 1GiB, or what one longest request takes]",
+            help="Bytes of the whole KV cache: 12GiB, 800MB.  [default: on a GPU what --gpu-memory-utilization leaves, "
+            "on a CPU 1GiB, or what one longest request takes]",
             show_default=False,
             rich_help_panel=_ENGINE,
         ),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(
+            help="Share of a GPU's memory that weights, passes and cache take together.", rich_help_panel=_ENGINE
+        ),
+    ] = 0.9,
     conditioning: options.Conditioning = "full",
-    kernels: Annotated[str, typer.Option(help="auto, numba or reference.", rich_help_panel=_ENGINE)] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, numba, cuda or reference.", rich_help_panel=_ENGINE)] = "auto",
     preemption: Annotated[
         str, typer.Option(help="swap or recompute what gives its pages up.", rich_help_panel=_ENGINE)
     ] = "swap",
@@ -139,6 +150,7 @@ def serve(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "kv_cache_memory_bytes": kv_cache_memory and parse_size("--kv-cache-memory", kv_cache_memory),
+        "gpu_memory_utilization": gpu_memory_utilization,
         "conditioning": conditioning,
         "kernels": kernels,
         "preemption": preemption,
@@ -147,14 +159,26 @@ def serve(
         "enforce_eager": enforce_eager,
         "check_integrity": check_integrity,
     }
-    if (ssl_keyfile is None) != (ssl_certfile is None):
-        raise SiftKVError("TLS needs both --ssl-keyfile and --ssl-certfile")
-    for file in (ssl_keyfile, ssl_certfile):
-        if file is not None and not Path(file).is_file():
-            raise SiftKVError(f"there is no file {file}")
+    _check_tls(ssl_keyfile, ssl_certfile)
     if log_level not in _LEVELS:
         raise SiftKVError(f"unknown --log-level {log_level!r}: choose {', '.join(_LEVELS)}")
     _run(model, kv, max_queue, log_level, (host, port, ssl_keyfile, ssl_certfile), http, engine)
+
+
+def _check_tls(keyfile: str | None, certfile: str | None) -> None:
+    if keyfile is None and certfile is None:
+        return
+    if keyfile is None or certfile is None:
+        raise SiftKVError("TLS needs both --ssl-keyfile and --ssl-certfile")
+    for file in (keyfile, certfile):
+        if not Path(file).is_file():
+            raise SiftKVError(f"there is no file {file}")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+    except (OSError, ValueError) as error:
+        raise SiftKVError(
+            f"{keyfile} and {certfile} are no key and certificate that belong together: {error}"
+        ) from error
 
 
 def _run(
@@ -176,6 +200,7 @@ def _run(
     policy, settings, address = parse_policy(kv), ServerSettings(**http), run.Address(*place)
     formats = AllowedKv(settings.allow_kv).formats()
     bound = run.listen(address)
+    address = replace(address, port=bound.getsockname()[1])
     logs.configure(log_level)
 
     def load() -> LLM:

@@ -12,13 +12,14 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from siftkv.cache import CacheSpec, KVCache
 from siftkv.cache.compaction import HeadTokens
+from siftkv.engine.beside import Pending, apply, begin, held_tokens
 from siftkv.engine.binding import BoundPolicy
 from siftkv.engine.triggers import Trigger
 from siftkv.errors import OutOfPages, PolicyError
@@ -53,6 +54,8 @@ class Cascade:
     eager: ClassVar[bool] = False
     """Whether the request's decode steps cannot be captured in a graph."""
 
+    _pending: Pending | None = None
+
     def __init__(self, bound: BoundPolicy, policy: HardKV, spec: CacheSpec, prompt_ids: SequenceOf[int], index: int):
         self.policy = policy
         self.history: list[Trigger] = []
@@ -70,9 +73,19 @@ class Cascade:
             return False
         return seen == self._prompt_length or (seen + self._stagger) % self.policy.interval == 0
 
+    def settle(self, cache: KVCache, slot: int, seen: int) -> None:
+        """Apply what an earlier step's trigger selected. What is left of another life, before the request was computed
+        anew, is forgotten: its tokens will trigger again.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.position < seen:
+            self.history.append(apply(cache, slot, pending))
+
     @torch.inference_mode()
     def run(self, cache: KVCache, slot: int, seen: int) -> None:
-        """Trigger now. A rewrite that finds no free page is left to the next trigger; nothing is lost."""
+        """Trigger now: at once, or, where the cache's kernels select for all layers together, so that `settle` applies
+        it at the request's next step. A rewrite that finds no free page is left to the next trigger; nothing is lost.
+        """
         self.history = [trigger for trigger in self.history if trigger.position < seen]
         if not self.history:  # the first of a life, also when the request is computed anew
             self._calibration.clear()
@@ -82,7 +95,8 @@ class Cascade:
         if rule is None:
             self.history.append(self._run_plain(cache, slot, seen, rewrites))
         else:
-            self.history.append(self._run_fused(cache, slot, seen, rewrites, rule))
+            near = min(seen, self.policy.sinks + self.policy.window)
+            self._pending = begin(cache, slot, seen, near, rewrites, rule)
 
     def _fused_rule(self, cache: KVCache) -> SelectionRule | None:
         """This policy's selection, where the cache's kernels do it for all layers at once; else None."""
@@ -99,21 +113,11 @@ class Cascade:
         rule = SelectionRule(policy.p, policy.metric, policy.pool, policy.group == "union", policy.head_budget, sources)
         return rule if cache.kernels.selects(cache.state, rule) else None  # type: ignore[attr-defined]
 
-    def _run_fused(self, cache: KVCache, slot: int, seen: int, rewrites: bool, rule: SelectionRule) -> Trigger:
-        """The whole trigger on the device; nothing is read by the host."""
-        kernels: Any = cache.kernels
-        near = min(seen, self.policy.sinks + self.policy.window)
-        found = kernels.select(cache.state, slot, rule, longest=max(1, seen - near))
-        done: bool | Tensor = True
-        if rewrites:
-            done = kernels.rewrite(cache.state, slot, found.keep, rule.sources[0], rule.sources)
-        return Trigger(seen, rewrites, done, found.kept + near, _held(cache, slot), found.mass)
-
     def _run_plain(self, cache: KVCache, slot: int, seen: int, rewrites: bool) -> Trigger:
         layers = [self._poll(cache, layer, slot) for layer in range(cache.spec.num_layers)]
         keep = fit(self.policy, [layer.ballot for layer in layers], self._most_tokens)
         done = not rewrites or self._rewrite(cache, slot, layers, keep)
-        if self.policy.sparse_loading and not rewrites:
+        if self.policy.sparse_loading and seen <= self.policy.upper:
             for number, (layer, kept) in enumerate(zip(layers, keep, strict=True)):
                 cache.skip_pages(number, slot, layer.tokens, kept | ~layer.ballot.candidate)
         near = [(x.tokens.position >= 0) & ~x.ballot.candidate for x in layers]
@@ -122,7 +126,7 @@ class Cascade:
             rewrites,
             done,
             torch.stack([(a | b).sum(-1) for a, b in zip(keep, near, strict=True)]),
-            _held(cache, slot),
+            held_tokens(cache, slot),
             torch.stack([coverage(x.share, a | b) for x, a, b in zip(layers, keep, near, strict=True)]),
             self._calibrations(),
         )
@@ -156,6 +160,8 @@ class Cascade:
             if self.policy.condense == "merge" and bool(gone.any()):
                 merged = self._merge(cache, number, slot, layer.ballot, kept, gone)
             elif bool((~gone & (~layer.ballot.candidate | (layer.tokens.tier == target))).all()):
+                if self.policy.sparse_loading:  # pages without votes until now hold tokens that stay
+                    cache.skip_pages(number, slot, layer.tokens, torch.ones_like(kept))
                 continue  # every token stays where it is
             try:
                 cache.rewrite(number, slot, layer.tokens, kept, target, merged)
@@ -188,14 +194,6 @@ class Cascade:
 _CALIBRATED = ("temperature", "error", "drift")
 
 
-def _held(cache: KVCache, slot: int) -> Tensor:
-    """Tokens that each head has, window and sinks included: int64 `[L, H]`."""
-    state = cache.state
-    seen = state.seen[slot]
-    near = state.sinks[slot].minimum(seen) + (seen - state.window_start[slot]).clamp_min(0)
-    return state.lengths[slot].long().sum(-1) + near
-
-
 def _most_tokens(policy: HardKV, spec: CacheSpec, tier: int) -> int:
     """Tokens of all heads whose pages surely fit a budget in bytes, a part page a head included.
 
@@ -204,11 +202,12 @@ def _most_tokens(policy: HardKV, spec: CacheSpec, tier: int) -> int:
     if not isinstance(policy.budget, str):
         return UNLIMITED
     a_page = spec.layouts[tier].tokens
-    tokens = budget_bytes(policy.budget) // spec.page_bytes * a_page - spec.head_slots * (a_page - 1)
-    if tokens < spec.head_slots:
+    pages = budget_bytes(policy.budget) // spec.page_bytes
+    if pages < spec.head_slots:
         least = spec.head_slots * spec.page_bytes
         raise PolicyError(f"budget={policy.budget} holds less than a page for each head: use {least}B or more")
-    return tokens
+    lone = spec.head_slots if policy.condense == "merge" else 0  # a head without votes keeps one token to merge into
+    return pages * a_page - spec.head_slots * (a_page - 1) - lone
 
 
 def cascade_of(bound: BoundPolicy, spec: CacheSpec, prompt_ids: SequenceOf[int], index: int = 0) -> Cascade | None:
@@ -227,7 +226,12 @@ def cascade_of(bound: BoundPolicy, spec: CacheSpec, prompt_ids: SequenceOf[int],
 
 
 def run_due(cache: KVCache, requests: Iterable[tuple[Cascade | None, int, int]]) -> None:
-    """Run the triggers that are due before the next token is fed: (triggers, slot, tokens seen) a request."""
+    """Apply the triggers of the step before, and run those that are due before the next token is fed: (triggers, slot,
+    tokens seen) a request.
+    """
     for cascade, slot, seen in requests:
-        if cascade is not None and cascade.due(seen):
+        if cascade is None:
+            continue
+        cascade.settle(cache, slot, seen)
+        if cascade.due(seen):
             cascade.run(cache, slot, seen)

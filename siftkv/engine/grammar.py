@@ -16,13 +16,24 @@ from siftkv.errors import RequestError
 
 # Unbounded white space lets a weak model fill its whole budget with it.
 _WHITESPACE = r"[ \n\t]{0,24}"
+# A mask is computed in the thread that serves everybody: at llguidance's own limits one of them may take seconds.
+_LIMITS = llguidance.LLParserLimits(
+    max_grammar_size=20_000,
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=50_000,
+    step_max_items=10_000,
+    max_lexer_states=20_000,
+    verbose_errors=False,
+)
+_LONGEST = 1 << 16
+"""Characters of a grammar: compiling takes time with their square."""
 
 
 class GrammarState:
     """One completion's place in a grammar; see `siftkv.engine.guide.GuideState`."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str) -> None:
-        self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
         self._consumed = 0
 
     def allowed(self, output_ids: Sequence[int], vocab: int) -> Tensor:
@@ -42,12 +53,11 @@ class GrammarState:
 class Grammar:
     """A compiled grammar over one tokenizer; see `siftkv.engine.guide.Guide`."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str) -> None:
-        self._tokenizer = tokenizer
-        self._grammar = grammar
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
 
     def start(self) -> GrammarState:
-        return GrammarState(self._tokenizer, self._grammar)
+        return GrammarState(self._matcher.deep_copy())
 
 
 class GrammarCompiler:
@@ -80,17 +90,24 @@ class GrammarCompiler:
         """One of several texts."""
         if not options:
             raise RequestError("a choice needs at least one option")
-        return self.lark("start: " + " | ".join(json.dumps(option, ensure_ascii=False) for option in options))
+        told = [json.dumps(option, ensure_ascii=False) for option in options if option]
+        # A terminal may have thousands of branches, a rule may not; but it cannot be empty.
+        start = " | ".join(["CHOICE"] * bool(told) + ['""'] * ("" in options))
+        return self.lark(f"start: {start}\n" + (f"CHOICE: {' | '.join(told)}" if told else ""))
 
     def lark(self, grammar: str) -> Grammar:
         """A grammar in llguidance's variant of Lark's syntax. Raises RequestError for a wrong one."""
         return self._checked(llguidance.LLMatcher.grammar_from_lark(grammar), "grammar")
 
     def _checked(self, grammar: str, what: str) -> Grammar:
-        message = llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer)
-        if message and not message.startswith("WARNING"):
-            raise RequestError(f"the {what} cannot be used: {message.strip().splitlines()[0]}")
-        return Grammar(self._tokenizer, grammar)
+        if len(grammar) > _LONGEST:
+            raise RequestError(f"the {what} cannot be used: as a grammar it has more than {_LONGEST} characters")
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what is too complex for the first token shows here, not in the engine
+        if matcher.is_error():
+            raise RequestError(f"the {what} cannot be used: {matcher.get_error().strip().splitlines()[0]}")
+        return Grammar(matcher)
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:

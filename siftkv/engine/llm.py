@@ -15,6 +15,7 @@ from siftkv.cache import KVCache, dense_name
 from siftkv.engine.conditioning import condition
 from siftkv.engine.engine import Engine
 from siftkv.engine.graphs import DecodeGraphs
+from siftkv.engine.guard import warn_of_fragile_keys
 from siftkv.engine.memory import cache_budget
 from siftkv.engine.outputs import RequestOutput, StreamChunk
 from siftkv.engine.sampling_params import SamplingParams
@@ -51,7 +52,7 @@ class LLM:
     preemption: `swap` or `recompute` what is evicted when pages run out; swap_space_bytes bounds the former.
     enforce_eager: on a GPU, run decode steps without CUDA graphs.
     max_window, sink_rows: the largest `window` and `sinks` that a request's policy may ask for (default: those of `kv`,
-        at least 64 and 4).
+        at least 16 and 4).
 
     Raises ModelError, PolicyError, FormatError or SiftKVError with a message that says what to do.
     """
@@ -105,6 +106,7 @@ class LLM:
             ),
             self.conditioning,
         )
+        warn_of_fragile_keys(self.model, conditioning, spec.tiers)
         self.cache = KVCache(spec, self.conditioning, get_kernels(kernels, decoder.device, decoder.dtype))
         self.engine = Engine(
             config,

@@ -78,6 +78,13 @@ class SamplingRow:
         return None if self.params.guide is None else self.params.guide.start()
 
     @cached_property
+    def biases(self) -> tuple[Tensor, Tensor]:
+        """Tokens with a bias, int64 [n], and the biases, float32 [n]; on the CPU."""
+        tokens, biases = zip(*self.params.biases)
+        # No vocabulary reaches int64's end, which tokens beyond it must not overflow.
+        return torch.tensor([min(token, 2**62) for token in tokens]), torch.tensor(biases, dtype=torch.float32)
+
+    @cached_property
     def prompt_tokens(self) -> npt.NDArray[np.int64]:
         """Distinct prompt tokens."""
         return np.unique(np.asarray(self.prompt_ids, dtype=np.int64))
@@ -145,10 +152,10 @@ def _guide(logits: Tensor, row: SamplingRow) -> None:
     if row.guide is not None:
         allowed = row.guide.allowed(row.output_ids, logits.shape[-1])
         logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
-    known = [(token, bias) for token, bias in row.params.biases if token < logits.shape[-1]]
-    if known:
-        tokens, biases = zip(*known)
-        logits[list(tokens)] += logits.new_tensor(biases)
+    if row.params.biases:
+        tokens, biases = row.biases
+        known = tokens < logits.shape[-1]
+        logits[tokens[known].to(logits.device)] += biases[known].to(logits.device)
 
 
 def _penalise(logits: Tensor, row: SamplingRow) -> None:

@@ -32,7 +32,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest one's probability, in [0, 1]; 0 = off."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of the tokens in prompt and output; 1 = off."""
+    """Divides positive and multiplies negative logits of the tokens in prompt and output, in [0.01, 100]; 1 = off."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -75,7 +75,7 @@ class SamplingParams:
         self._number("top_p", "above 0 and at most 1", lambda x: 0 < x <= 1)
         self._integer("top_k", "a whole number of -1 or more (0 or -1 turns it off)", lambda x: x >= -1)
         self._number("min_p", "between 0 and 1", lambda x: 0 <= x <= 1)
-        self._number("repetition_penalty", "a finite number above 0 (1 turns it off)", lambda x: x > 0)
+        self._number("repetition_penalty", "between 0.01 and 100 (1 turns it off)", lambda x: 0.01 <= x <= 100)
         for name in ("presence_penalty", "frequency_penalty"):
             self._number(name, "between -2 and 2", lambda x: -2 <= x <= 2)
         if self.seed is not None:

@@ -14,7 +14,7 @@ from siftkv.models import ModelConfig
 from siftkv.policies import Policy
 
 DEFAULT_MEMORY = 1 << 30
-MIN_WINDOW = 64
+MIN_WINDOW = 16
 MIN_SINKS = 4
 
 

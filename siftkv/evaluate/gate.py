@@ -8,26 +8,21 @@ all of them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from siftkv.benchmarks.fidelity import Comparison, Protocol, Window
+from siftkv.benchmarks.fidelity import Comparison, Protocol, Window, feed, open_pool
 from siftkv.benchmarks.fidelity import plan as plan_batches
-from siftkv.benchmarks.opening import open_for
-from siftkv.cache import dense_name
-from siftkv.engine.forced import ForcedRow, ForcedRun
-from siftkv.engine.llm import LLM
 from siftkv.engine.outputs import KVReport
 from siftkv.evaluate.bootstrap import Floats
-from siftkv.evaluate.divergence import DivergenceMeter, Positions
+from siftkv.evaluate.divergence import Positions
 from siftkv.evaluate.report import cache_fields
 from siftkv.evaluate.resume import Records
 from siftkv.models import LoadedModel
-from siftkv.policies import Full, parse_policy
 
 _DIGITS = 6
 """Significant digits of a position's figures in a record."""
@@ -65,12 +60,11 @@ def run(
     OutOfPages for settings and windows that do not fit the model or the machine.
     """
     for pool, batches in pending(model, windows, settings, protocol, records):
-        rows = max(sum(1 + len(own) for _, own in batch) for batch in batches)
-        dense = dense_name(model.decoder.dtype)
-        llm = open_for(model, parse_policy(pool[0]), protocol.length, rows, (dense,), kernels)
+        llm = open_pool(model, pool, batches, protocol, kernels)
         for batch in batches:
-            for kv, window, positions, report in _run_batch(llm, batch, protocol, progress):
-                records.add(kv, _item(window), _fields(positions, report))
+            for window, own, meter, reports in feed(llm, batch, protocol, progress):
+                for kv, positions, report in zip(own, meter.positions(), reports, strict=True):
+                    records.add(kv, _item(window), _fields(positions, report))
     found = [(kv, w, records.get(kv, _item(w))) for kv in settings for w in windows]
     return [_result(kv, window, record) for kv, window, record in found if record is not None]
 
@@ -96,29 +90,6 @@ def _item(window: Window) -> str:
     """A window by what it is cut from; its tokens are part of the name, so that a changed text is another item."""
     tokens = zlib.crc32(",".join(map(str, window.ids)).encode())
     return f"{window.text}/{window.index}/{tokens:08x}"
-
-
-def _run_batch(
-    llm: LLM, batch: list[Comparison], protocol: Protocol, progress: Callable[[], None]
-) -> Iterator[tuple[str, Window, Positions, KVReport]]:
-    rows: list[ForcedRow] = []
-    for window, settings in batch:
-        split = window.ids[: protocol.prompt], window.ids[protocol.prompt : -1]
-        rows += [ForcedRow(*split, policy) for policy in (Full(), *map(parse_policy, settings))]
-    sizes = [1 + len(settings) for _, settings in batch]
-    targets = [window.ids[protocol.prompt + 1 :] for window, _ in batch]
-    meters = [DivergenceMeter() for _ in batch]
-    run = ForcedRun(llm.engine, rows)
-    for step, logits in enumerate(run):
-        for meter, part, target in zip(meters, torch.split(logits, sizes), targets, strict=True):
-            meter.update(part[0], part[1:], target[step])
-        progress()
-    start = 0
-    for (window, settings), meter in zip(batch, meters, strict=True):
-        own = run.reports[start + 1 : start + 1 + len(settings)]
-        for kv, positions, report in zip(settings, meter.positions(), own, strict=True):
-            yield kv, window, positions, report
-        start += 1 + len(settings)
 
 
 def _fields(positions: Positions, report: KVReport) -> dict[str, Any]:

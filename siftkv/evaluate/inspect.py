@@ -16,6 +16,7 @@ from siftkv.engine.outputs import CompletionOutput
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.engine.sequence import Sequence
 from siftkv.engine.triggers import Trigger
+from siftkv.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def inspect_request(
     llm: LLM, prompt_ids: SequenceOf[int], params: SamplingParams, every: int, advance: Callable[[], None]
 ) -> Inspection:
     """Run one prompt under the engine's own policy and look after every trigger, or where there are none after every
-    `every` tokens. `advance` is called after each token. Raises what `Engine.add` raises, or the request's own error.
+    `every` tokens. `advance` is called after each token. Raises what `Engine.add` raises, the request's own error, and
+    RequestError for one that ends with its first token, when nothing can be looked at yet.
     """
     engine = llm.engine
     name = engine.add(prompt_ids, params, llm.kv)
@@ -101,6 +103,8 @@ def inspect_request(
         engine.forget(name)
     if sequence.error is not None:
         raise sequence.error
+    if not snapshots:
+        raise RequestError("the request ended with its first token: ask for 2 or more, or give a shorter prompt")
     tiers = [tier.name for tier in llm.cache.spec.tiers]
     return Inspection(llm.model.name, llm.kv.describe(), tiers, len(prompt_ids), sequence.output(), snapshots)
 

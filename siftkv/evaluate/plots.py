@@ -137,11 +137,13 @@ def log_scale(axes: Any) -> None:
 
 
 def save_figure(figure: Any, path: str | Path, title: str) -> None:
-    """Write a figure under a title, wrapped to its width. Raises SiftKVError when the file cannot be written."""
+    """Write a figure under a title, wrapped to its width. Raises SiftKVError when the file cannot be written, or its
+    ending is no picture's.
+    """
     width = int(_TITLE_LETTERS * figure.get_figwidth())
     wrapped = "\n".join(textwrap.fill(line, width) for line in title.split("\n"))
     figure.suptitle(wrapped, fontsize=11, x=0.008, ha="left")
     try:
         figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise SiftKVError(f"cannot write {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise SiftKVError(f"cannot write the picture {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -8,31 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from siftkv.errors import SiftKVError
 from siftkv.models import LoadedModel
+from siftkv.models.fingerprint import model_fingerprint
 from siftkv.policies import parse_policy
-
-_SAMPLES = 64
-"""Elements of each weight that go into a fingerprint."""
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """16 hex digits that tell models apart: shape, dtype, device type and a sample of the weights.
-
-    Values and output projections are left out: the engine rotates them when it opens a cache.
+    """16 hex digits that tell models apart: shape, dtype, device type and a sample of the weights that conditioning
+    leaves alone.
     """
     decoder = model.decoder
-    digest = hashlib.sha256(f"{model.config}|{decoder.dtype}|{decoder.device.type}".encode())
-    weights = [decoder.embedding, decoder.final_norm, decoder.head]
-    for layer in decoder.layers:
-        weights += [layer.input_norm, layer.mlp_norm, layer.gate_up, layer.down]
-    for weight in weights:
-        flat = weight.detach().flatten()
-        at = torch.linspace(0, len(flat) - 1, _SAMPLES, dtype=torch.float64).long().to(flat.device)
-        digest.update(flat[at].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    about = model.config, decoder.dtype, decoder.device.type, model_fingerprint(decoder)
+    return hashlib.sha256("|".join(map(str, about)).encode()).hexdigest()[:16]
 
 
 class Records:

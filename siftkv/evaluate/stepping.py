@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from siftkv.engine.cascade import cascade_of, run_due
 from siftkv.engine.engine import Engine
 from siftkv.engine.outputs import KVReport
 from siftkv.engine.report import kv_report
@@ -39,7 +40,9 @@ def step_rows(engine: Engine, rows: SequenceOf[SteppedRow], choose: Choose) -> l
     slots: dict[int, int] = {}
     reports: dict[int, KVReport] = {}
     bound = [engine.bind(row.policy) for row in rows]
+    cascades = [cascade_of(policy, cache.spec, row.prompt_ids) for policy, row in zip(bound, rows, strict=True)]
     feed: dict[int, int] = {}
+    fed = 0  # all rows start together
     try:
         for i, row in enumerate(rows):
             engine.check_prompt(list(row.prompt_ids))
@@ -53,11 +56,13 @@ def step_rows(engine: Engine, rows: SequenceOf[SteppedRow], choose: Choose) -> l
                 reports[i] = kv_report(cache, slots[i], bound[i].name)
                 cache.release([slots.pop(i)])
             own = [slots[i] for i in live]
+            run_due(cache, [(cascades[i], slots[i], len(rows[i].prompt_ids) + fed) for i in live])
             if cache.step_page_bound(cache.state.seen.new_tensor(own)) > cache.free_pages:
                 raise OutOfPages(f"the pool of {cache.spec.num_pages} pages is full: run fewer requests in a batch")
             logits, finite = engine.runner.decode([feed[i] for i in live], own)
             if not bool(finite.all()):
                 raise NumericsError("NaN or infinity in the keys or values of a token that was fed")
+            fed += 1
             feed = _chosen(choose, live, logits)
         reports |= {i: kv_report(cache, slot, bound[i].name) for i, slot in slots.items()}
     finally:

@@ -164,6 +164,18 @@ SLOT_TENSORS = (
 )
 """Tensors of `CacheState` whose first dimension is the request slot."""
 
+SELECTION_TENSORS = (
+    "page_table",
+    "lengths",
+    "window_k",
+    "window_score",
+    "seen",
+    "window_start",
+    "sinks",
+    "queries",
+)
+"""Those that a selection reads. Beside them it reads and writes pages."""
+
 
 @dataclass(frozen=True)
 class SelectionRule:

@@ -1,4 +1,4 @@
-"""What tells one model from another: its shape and a sample of the weights that the engine never folds anything into."""
+"""What tells one model from another: its shape, and a sample of the weights that the engine leaves as they are."""
 
 from __future__ import annotations
 

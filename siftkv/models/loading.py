@@ -140,7 +140,14 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def _usable_device(device: str | torch.device) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"device {device!r} is not supported: use cpu, cuda or cuda:N.") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {device!r} is not supported: use cpu, cuda or cuda:N.")
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("PyTorch finds no CUDA device here: use device='cpu', or install a CUDA build of PyTorch.")
-    return device
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"there is no {found}: PyTorch finds {torch.cuda.device_count()} CUDA devices here.")
+    return found

@@ -27,6 +27,7 @@ from siftkv.policies.profile import ProfilePolicy
 from siftkv.policies.pyramidkv import PyramidKV
 from siftkv.policies.quest import Quest
 from siftkv.policies.rkv import RKV
+from siftkv.policies.sift import Sift
 from siftkv.policies.snapkv import SnapKV
 from siftkv.policies.streaming import StreamingLLM
 from siftkv.policies.tova import TOVA
@@ -52,6 +53,7 @@ __all__ = [
     "PromptView",
     "PyramidKV",
     "Quest",
+    "Sift",
     "SnapKV",
     "StreamingLLM",
     "Uniform",
@@ -65,6 +67,7 @@ POLICIES: dict[str, type[Policy]] = {
         Uniform,
         DiffKV,
         HardKV,
+        Sift,
         Fixed,
         Int8,
         Int4,

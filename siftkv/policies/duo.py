@@ -24,7 +24,7 @@ from siftkv.policies.duo_heads import checked_scores, read_scores, retrieving, r
 MEASURED = "prompt"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DuoAttention(Policy):
     """The `sparsity` share of heads that retrieve least keep `sinks` first and `window` last tokens, others everything.
 
@@ -64,6 +64,17 @@ class DuoAttention(Policy):
         """Bool `[L, H]`: heads that keep everything; None where they are measured on each prompt."""
         known: Tensor | None = vars(self)["_retrieves"]
         return known
+
+    def __repr__(self) -> str:
+        known = self.retrieves
+        return f"{self.describe()} of {self.heads}, retrieving: {None if known is None else known.int().tolist()}"
+
+    def __eq__(self, other: object) -> bool:
+        """A file of scores that has changed makes another policy."""
+        return isinstance(other, DuoAttention) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def tiers(self, dense: str) -> tuple[Tier, ...]:
         return (Tier(format_of(self.format, dense), scores=False, positions=False),)

@@ -22,7 +22,7 @@ class Full(Policy):
 
     name: ClassVar[str] = "full"
 
-    window: int = 64
+    window: int = 16
     sinks: int = 0
 
     def __post_init__(self) -> None:

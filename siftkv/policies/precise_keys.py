@@ -46,7 +46,7 @@ class PreciseKeys(Policy):
         return self._merged(dense)[0]
 
     def _merged(self, dense: str = "bf16") -> tuple[tuple[Tier, ...], list[int], list[int]]:
-        """All tiers, most precise first, and where each of the base's is among them: as it is, and with precise keys."""
+        """All tiers, most precise first, and where the base's are among them: as they are, and with precise keys."""
         plain = self.base.tiers(dense)
         precise = [replace(tier, format=with_precise_keys(tier.format)) for tier in plain]
         by_format = {tier.format: tier for tier in (*precise, *plain)}

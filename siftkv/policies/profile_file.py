@@ -42,7 +42,7 @@ class Target(_Part):
 
 
 class Figures(_Part):
-    """Against the full cache, over `positions` tokens: KL in nats a token, agreement 0 to 1, ratio of the bytes of bf16.
+    """Against the full cache, over `positions` tokens: KL in nats a token, agreement 0 to 1, bytes by those of bf16.
 
     ratio: at the end of windows. per_entry: bytes of one key and value of one head, everything included; unlike the
         ratio it hardly depends on how long a request is.

@@ -39,6 +39,8 @@ from siftkv.policies.base import (
 from siftkv.policies.importance import observation_rows, sampled_rows
 
 _BISECTIONS = 24
+_MARGIN = 0.98
+"""Of the budget that is spent: part pages are known on average only."""
 _LEAST_LEARNED = 64
 """Tokens beyond the window from which a prompt tells heads apart."""
 
@@ -65,7 +67,7 @@ class Sift(Policy):
     blend: float = 0.5
     observe: int = 256
     pool: int = 15
-    window: int = 64
+    window: int = 16
     sinks: int = 4
     sample: int = 8
     interval: int = 8
@@ -106,7 +108,7 @@ class Sift(Policy):
         if middle < _LEAST_LEARNED:
             share = self._even_share(prices).to(mass).expand(*mass.shape[:2], 2)
         else:
-            share = torch.stack([high, kept - high], -1).float() / prompt.length
+            share = torch.stack([high, kept - high], -1).float() * self._growth(prompt.length, prices) / prompt.length
         return Sifted(tier, mass * prompt.score.sum(-1, keepdim=True), share)
 
     def mass(self, prompt: PromptView) -> Tensor:
@@ -122,7 +124,12 @@ class Sift(Policy):
     def _budget(self, length: int, middle: int, prices: Prices) -> float:
         """Bytes a head for tokens beyond the window, in full pages."""
         beyond = self.ratio * length * prices.full - prices.slot - prices.page  # half a page in each of two tiers
-        return max(beyond, self.ratio / 2 * middle * prices.full)
+        return _MARGIN * max(beyond, self.ratio / 2 * middle * prices.full)
+
+    def _growth(self, length: int, prices: Prices) -> float:
+        """How much larger a share of the tokens the budget is at twice the length, where the window weighs half."""
+        now, later = (self.ratio * prices.full - (prices.slot + prices.page) / n for n in (length, 2 * length))
+        return min(2.0, later / now) if now > 0 else 2.0
 
     def _counts(self, mass: Tensor, protected: Tensor, budget: float, prices: Prices) -> tuple[Tensor, Tensor]:
         """Tokens that each head keeps, and how many of them in the high tier: int64 `[R, H]` each, on average over the

@@ -17,7 +17,7 @@ import siftkv
 from siftkv.errors import SiftKVError
 from siftkv.server import routes_generate, routes_model, stats
 from siftkv.server.errors import ApiError, api_error, validation_error
-from siftkv.server.middleware import ApiKey, BodyLimit, RequestLog
+from siftkv.server.middleware import ApiKey, BodyLimit, RequestLog, TooLarge
 from siftkv.server.service import Service
 from siftkv.server.settings import ServerSettings
 from siftkv.server.worker import EngineWorker
@@ -72,7 +72,8 @@ def _handle_errors(app: FastAPI) -> None:
         message = error.detail
         if error.status_code == 404 and message == "Not Found":
             message = f"there is no {request.url.path} here: /docs lists what there is"
-        response = ApiError(error.status_code, str(message)).response()
+        code = "body_too_large" if isinstance(error, TooLarge) else None
+        response = ApiError(error.status_code, str(message), code=code).response()
         response.headers.update(error.headers or {})
         return response
 

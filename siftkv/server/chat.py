@@ -10,7 +10,17 @@ from siftkv.server.errors import ApiError
 from siftkv.server.protocol import ChatCompletionRequest, ContentPart, Message, Tool
 from siftkv.server.renderer import Renderer
 
-_RESERVED = {"conversation", "chat_template", "tools", "tokenize", "padding", "truncation", "max_length"} | {
+_RESERVED = {
+    "self",
+    "messages",
+    "conversation",
+    "chat_template",
+    "tools",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+} | {
     "return_tensors",
     "return_dict",
     "return_assistant_tokens_mask",
@@ -102,7 +112,7 @@ def _arguments(arguments: str | dict[str, Any], path: str) -> dict[str, Any]:
         return arguments
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise ApiError(

@@ -20,6 +20,7 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+_LONGEST_MESSAGE = 2000
 # Labels that pydantic puts into a location for the branches of a union: they name types, not fields.
 _BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none", "tagged-union"}
 
@@ -41,8 +42,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        # A message may repeat what a client sent, and JSON can carry half characters that UTF-8 cannot.
-        self.message = message.encode("utf-8", "replace").decode("utf-8")
+        # A message may repeat what a client sent: megabytes, and JSON can carry half characters that UTF-8 cannot.
+        self.message = message[:_LONGEST_MESSAGE].encode("utf-8", "replace").decode("utf-8")
         self.param = param
         self.code = code
         self.retry_after = retry_after

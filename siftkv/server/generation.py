@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,8 @@ class Generation:
         self.requests = tuple(requests)
         self.ids = [request_id if i == 0 else f"{request_id}-{i}" for i in range(len(requests))]
         self.completions = sum(request.params.n for request in requests)
+        self.arrived = time.perf_counter()
+        """When its times begin: the engine may take a step of many seconds before it looks at new requests."""
         self.loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._accepted: asyncio.Future[None] = self.loop.create_future()

@@ -45,6 +45,8 @@ def _compile(field: str, make: Any, renderer: Renderer) -> Grammar:
     try:
         grammar: Grammar = make(renderer.grammars)
         return grammar
+    except RecursionError as error:
+        raise ApiError(400, "the JSON is nested too deeply", field, "invalid_grammar") from error
     except (RequestError, ValueError) as error:
         raise ApiError(400, str(error), field, "invalid_grammar") from error
 
@@ -63,6 +65,8 @@ def _structured(grammars: GrammarCompiler, asked: StructuredOutputs) -> Grammar:
         raise RequestError("structured_outputs needs exactly one of json, json_object, regex, choice and grammar")
     if asked.json_ is not None:
         schema = json.loads(asked.json_) if isinstance(asked.json_, str) else asked.json_
+        if not isinstance(schema, dict):
+            raise RequestError("structured_outputs.json must be a JSON schema, an object")
         return grammars.json_schema(schema)
     if asked.regex is not None:
         return grammars.regex(asked.regex)

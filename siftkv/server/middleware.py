@@ -90,6 +90,10 @@ class ApiKey:
         return kind.lower() == "bearer" and any(matches)
 
 
+class TooLarge(HTTPException):
+    """A body that turns out to be above the limit while it is read; FastAPI lets only its own kind of error pass."""
+
+
 class BodyLimit:
     """Refuses bodies of more than `most` bytes with 413, by their declared length or as they come."""
 
@@ -113,7 +117,7 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._most:
-                raise HTTPException(413, self._message())
+                raise TooLarge(413, self._message())
             return message
 
         await self.app(scope, counted, send)

@@ -7,12 +7,25 @@ are not. A null means the same as a field that is not there.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-# Ids of one prompt may be a million: pydantic must not try them as strings one by one.
-TokenIds = list[int]
+T = TypeVar("T")
+# A body may hold millions of wrong items, and pydantic makes a report of each unless the first one ends it.
+Items = Annotated[list[T], Field(fail_fast=True)]
+TokenIds = Items[int]
+
+
+def _numbers(value: Any) -> Any:
+    """The same for the values of an object, which pydantic would report one by one."""
+    for key, number in value.items() if isinstance(value, dict) else ():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ValueError(f"{str(key)[:20]!r} has a value that is no number")
+    return value
+
+
+Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
 
 
 class _Body(BaseModel):
@@ -42,7 +55,7 @@ class StructuredOutputs(_Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
 
 
@@ -55,9 +68,9 @@ class Generate(_Body):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Numbers | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -78,6 +91,16 @@ class Generate(_Body):
     best_of: int | None = None
     use_beam_search: bool | None = None
     add_special_tokens: bool | None = None
+
+    # vLLM's that would change the output and are refused
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+    skip_special_tokens: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     # SiftKV's
     kv: str | None = None
@@ -104,9 +127,9 @@ class ToolCall(_Body):
 
 class Message(_Body):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -135,15 +158,15 @@ class NamedTool(_Body):
 class ChatCompletionRequest(Generate):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: Items[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None
-    modalities: list[str] | None = None
+    functions: Items[dict[str, Any]] | None = None
+    modalities: Items[str] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -152,7 +175,7 @@ class ChatCompletionRequest(Generate):
 class CompletionRequest(Generate):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Items[str] | TokenIds | Items[TokenIds]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -163,8 +186,8 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

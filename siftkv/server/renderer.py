@@ -26,6 +26,8 @@ class Renderer:
         self.tokenizer = copy.deepcopy(llm.tokenizer)
         self.vocab_size = llm.model.config.vocab_size
         self._eos_token_ids = llm.model.config.eos_token_ids
+        self.longest_text = llm.engine.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        """Characters above which no text fits the context."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="siftkv-tokenizer")
         self.token_text = lru_cache(1 << 16)(self._token_text)
         """Text of one token id; a piece of a character is a replacement character."""
@@ -52,7 +54,7 @@ class Renderer:
     def knows_tools(self) -> bool:
         return "tools" in self.template
 
-    def chat(self, messages: Sequence[dict[str, Any]], **settings: Any) -> str:
+    def chat(self, messages: Sequence[dict[str, Any]], /, **settings: Any) -> str:
         """The text of a conversation in the model's template. settings: tools, add_generation_prompt and what else the
         template understands. Raises RequestError for a model without a template, or messages that it refuses.
         """
@@ -64,7 +66,13 @@ class Renderer:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises RequestError for one with half characters, which JSON can carry."""
+        """Token ids of a text. Raises RequestError for one with half characters, which JSON can carry, and for one that
+        is too long for the context whatever its tokens are: megabytes would keep everybody waiting for this thread.
+        """
+        if len(text) > self.longest_text:
+            raise RequestError(
+                f"the prompt has {len(text)} characters: no text above {self.longest_text} fits the context"
+            )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

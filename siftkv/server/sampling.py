@@ -10,9 +10,18 @@ from siftkv.engine.sampling_params import SamplingParams
 from siftkv.server.errors import ApiError
 from siftkv.server.protocol import ChatCompletionRequest, CompletionRequest, Generate
 
+MOST_STOPS = 128
+MOST_STOP_IDS = 1024
+"""Stop strings and token ids of a request: each is looked at for every token, in the thread that serves everybody."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat goes on to the end of the context."""
 
+_OLDER = "is vLLM's older field and not served: use structured_outputs"
+_UNSERVED = dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _OLDER) | {
+    "allowed_token_ids": "is not served: use logit_bias, or structured_outputs",
+    "bad_words": "is not served: use logit_bias",
+    "truncate_prompt_tokens": "is not served: cut the prompt yourself",
+}
 _DIRECT = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output", "priority"),
@@ -32,7 +41,7 @@ def sampling_params(
     if body.seed is not None:
         asked["seed"] = body.seed % 2**63
     if body.logit_bias:
-        asked["logit_bias"] = _biases(body.logit_bias)
+        asked["logit_bias"] = {_token_id(token): bias for token, bias in body.logit_bias.items()}
     if guide is not None and (body.ignore_eos or body.min_tokens):
         field = "ignore_eos" if body.ignore_eos else "min_tokens"
         raise ApiError(400, f"{field} cannot be combined with an output that a grammar ends", field, "invalid_value")
@@ -72,8 +81,17 @@ def refuse(body: Generate) -> None:
         _no("prompt_logprobs", "prompt_logprobs is not served: a prompt's keys are sifted as it is read")
     if body.best_of not in (None, 1 if body.n is None else body.n):
         _no("best_of", "best_of is not served beyond n: ask for n completions and choose")
+    for name, reason in _UNSERVED.items():
+        if getattr(body, name) not in (None, [], ""):
+            _no(name, f"{name} {reason}")
+    if body.skip_special_tokens is False:
+        _no("skip_special_tokens", "skip_special_tokens=false is not served: special tokens have no text here")
     if body.use_beam_search:
         _no("use_beam_search", "beam search is not served: use n with a temperature")
+    for name, most in (("stop", MOST_STOPS), ("stop_token_ids", MOST_STOP_IDS)):
+        given = getattr(body, name)
+        if isinstance(given, list) and len(given) > most:
+            raise ApiError(400, f"{name} must hold at most {most}, not {len(given)}", name, "invalid_value")
     if body.stream_options is not None and not body.stream:
         _no("stream_options", "stream_options may only be given with stream=true")
     if isinstance(body, CompletionRequest):
@@ -100,9 +118,8 @@ def _chat_logprobs(body: ChatCompletionRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+def _token_id(key: str) -> int:
     try:
-        return {int(token): bias for token, bias in biases.items()}
+        return int(key)
     except ValueError:
-        wrong = next(token for token in biases if not token.lstrip("-").isdigit())
-        raise ApiError(400, f"logit_bias has the key {wrong!r}, which is no token id", "logit_bias") from None
+        raise ApiError(400, f"logit_bias has the key {key[:40]!r}, which is no token id", "logit_bias") from None

@@ -9,7 +9,7 @@ from typing import Any
 
 from siftkv.engine.guide import Guide
 from siftkv.engine.sampling_params import SamplingParams
-from siftkv.policies import Policy, parse_policy
+from siftkv.policies import Policy
 from siftkv.server.answer_chat import ChatAnswer
 from siftkv.server.answer_text import TextAnswer
 from siftkv.server.chat import active_tools, render
@@ -59,7 +59,7 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The name to report. Raises ApiError for a model that is not served; none stands for the only one."""
-        if name is not None and name not in self.model_names:
+        if name and name not in self.model_names:
             served = ", ".join(self.model_names)
             raise ApiError(
                 404, f"there is no model {name!r} here: this server has {served}", "model", "model_not_found"
@@ -75,6 +75,7 @@ class Service:
             raise ApiError(400, message, "tools", "tools_not_supported")
         guide = await self._guide(body)
         params = self._params(body, guide)
+        self.worker.check_room(params.n)
         text, ids = await self.renderer.run(render, body, self.renderer)
         self._log_prompt(record, text)
         head = self._head("chatcmpl", model)
@@ -88,6 +89,7 @@ class Service:
         model, policy = self._begin(body)
         params = self._params(body, await self._guide(body))
         prompts = _prompts(body)
+        self.worker.check_room(len(prompts) * params.n)
         special = body.add_special_tokens is not False
         requests = []
         for prompt in prompts:
@@ -105,11 +107,7 @@ class Service:
         self.worker.check_open()
         model = self.check_model(body.model)
         llm = self.worker.llm
-        if body.kv is None:
-            return model, llm.kv
-        policy = parse_policy(body.kv)
-        self.allowed.check(policy)
-        return model, policy
+        return model, llm.kv if body.kv is None else self.allowed.parse(body.kv)
 
     async def _guide(self, body: Body) -> Guide | None:
         return await self.renderer.run(guide_for, body, self.renderer)

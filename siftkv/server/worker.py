@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from siftkv.engine.llm import LLM
-from siftkv.errors import SiftKVError
+from siftkv.errors import RequestError, SiftKVError
 from siftkv.server import stats
 from siftkv.server.errors import EngineDied, QueueFull, Unavailable
 from siftkv.server.generation import Generation, GenerationRequest
@@ -113,19 +113,14 @@ class EngineWorker:
         """Queue requests that belong together, all or none. Their ids are `request_id`, with `-1` and so on for those
         after the first.
 
-        Raises Unavailable, EngineDied or QueueFull, and what `Engine.add` refuses: RequestError, PolicyError,
-        FormatError.
+        Raises Unavailable, EngineDied, QueueFull or RequestError for more than the queue ever holds, and what
+        `Engine.add` refuses: RequestError, PolicyError, FormatError.
         """
         self.check_open()
         count = sum(r.params.n for r in requests)
         generation = Generation(requests, request_id, self._post_cancel)
         with self._wake:
-            limit = self.llm.cache.spec.max_slots + self.max_queue
-            if self._in_system + count > limit:
-                raise QueueFull(
-                    f"{self._in_system} completions run or wait and this server takes {limit}: try again later",
-                    self._ledger.seconds_to_wait(),
-                )
+            self.check_room(count)
             self._post(lambda llm: self._accept(llm, generation), generation.refuse)
             self._in_system += count
         await generation.accepted()
@@ -173,6 +168,19 @@ class EngineWorker:
             raise Unavailable("the server is shutting down: it takes no new requests")
         if self.state == "starting":
             raise Unavailable("the model is still being loaded: try again in a moment")
+
+    def check_room(self, completions: int) -> None:
+        """Raise QueueFull when so many more do not fit now, RequestError when they never will."""
+        limit = self.llm.cache.spec.max_slots + self.max_queue
+        if completions > limit:
+            raise RequestError(
+                f"n times the prompts makes {completions} completions: this server takes {limit} at a time"
+            )
+        if self._in_system + completions > limit:
+            raise QueueFull(
+                f"{self._in_system} completions run or wait and this server takes {limit}: try again later",
+                self._ledger.seconds_to_wait(),
+            )
 
     def _post(self, run: Callable[[LLM], None], refuse: Callable[[SiftKVError], None]) -> None:
         with self._wake:
@@ -239,6 +247,8 @@ class EngineWorker:
             for request_id, request in zip(generation.ids, generation.requests, strict=True):
                 llm.engine.add(request.prompt_ids, request.params, request.policy, request.prompt, request_id)
                 added.append(request_id)
+                for sequence in llm.engine.sequences(request_id):
+                    sequence.arrival = generation.arrived
         except Exception as error:
             for request_id in added:
                 llm.engine.abort(request_id)

@@ -86,6 +86,14 @@ def test_gold_documents_of_a_file_are_among_others(hay: Haystack, tmp_path: Path
         assert at == pytest.approx(item.depth, abs=0.12)
 
 
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    row = {"question": "q\u2028?", "answer": "a", "docs": [{"title": "t\x85", "text": "x"}]}
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n\n")
+    [found] = run.documents.read_questions(file)
+    assert found.question == row["question"]
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "qa.jsonl"
     file.write_text('{"question": "x"}\n')

@@ -28,6 +28,24 @@ def test_stepping_generates_what_generate_does() -> None:
     llm.cache.check_integrity()
 
 
+@pytest.mark.parametrize(
+    "kv",
+    ["hardkv:p=0.3,window=8,sinks=2,lower=16,upper=32,interval=4,queries=4", "quest:0.3,window=4,dense_layers=0"],
+)
+def test_policies_that_act_between_steps_do_so(kv: str) -> None:
+    llm = tiny_llm(kv)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    wanted = llm.generate(PROMPTS, params)
+    plain = tiny_llm("full").generate(PROMPTS, params)
+    assert [o.token_ids for o in wanted] != [o.token_ids for o in plain]
+    script = Script([[]] * 3, [40] * 3, ())
+    reports = step_rows(llm.engine, [SteppedRow(ids, llm.kv) for ids in PROMPTS], script)
+    assert script.generated == [o.token_ids for o in wanted]
+    for report, output in zip(reports, wanted, strict=True):
+        assert output.kv is not None
+        assert report.per_head_tokens == output.kv.per_head_tokens
+
+
 def test_a_script_is_fed_first_and_rows_end_for_themselves() -> None:
     llm = tiny_llm("full")
     whole = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids

@@ -64,6 +64,14 @@ class TestReading:
         golds = {p.task: p.gold.get("answer") for p in found}
         assert (golds["gsm8k"], golds["aime24"], golds["umath"]) == ("1004", "204", "\\frac12")
 
+    def test_a_damaged_archive_is_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "h.jsonl.gz"
+        whole = gzip.compress(json.dumps(HUMANEVAL).encode() * 50)
+        for content in (b"plain", whole[:-20], whole[:20] + b"xxxxxxxx" + whole[28:]):
+            file.write_bytes(content)
+            with pytest.raises(SiftKVError, match="not a whole gzip file"):
+                gather({"humaneval": str(file)}, [], 1, 0)
+
     @pytest.mark.parametrize(
         ("files", "made", "says"),
         [

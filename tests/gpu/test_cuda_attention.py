@@ -38,7 +38,9 @@ def make_cache(
     shape = (LAYERS, HEADS, len(formats))
     slots = []
     for length in (2, 700, 27, 191, 1025):
-        slot = cache.admit(SlotRule(WINDOW, SINKS, torch.ones(shape), torch.full(shape, 2**31 - 1), refresh))
+        horizon = 90 if length > 200 else 2**31 - 1
+        rule = SlotRule(WINDOW, SINKS, torch.ones(shape), torch.full(shape, 2**31 - 1), refresh, horizon=horizon)
+        slot = cache.admit(rule)
         for layer in range(LAYERS):
             k, v = torch.randn(2, length, HEADS, dim, device="cuda", dtype=dtype)
             if bias and conditioning.has_bias:

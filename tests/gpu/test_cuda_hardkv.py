@@ -12,7 +12,7 @@ from torch import Tensor
 from siftkv.cache import KVCache, compaction
 from siftkv.errors import FormatError
 from siftkv.kernels import reference
-from siftkv.kernels.state import CacheState, SelectionRule
+from siftkv.kernels.state import SELECTION_TENSORS, CacheState, SelectionRule
 from tests.gpu.hardkv_helpers import HEADS, LAYERS, hard_cache, layer_tokens, rule_for, vote_bounds
 
 pytestmark = [
@@ -133,6 +133,24 @@ def test_a_rule_it_does_not_serve_is_refused() -> None:
     for change in ({"metric": "rkv"}, {"union": False}, {"metric": "snapkv", "pool": 11}):
         with pytest.raises(FormatError, match="GPU selection"):
             cuda.select(cache.state, 0, dataclasses.replace(rule, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metric", ["attention", "snapkv", "accumulated"])
+def test_a_snapshot_is_selected_from_whatever_becomes_of_the_cache(metric: str) -> None:
+    from siftkv.kernels import cuda
+
+    torch.manual_seed(8)
+    ours = hard_cache(("bf16", "k8v4"), group=2)
+    theirs, rule = twin(ours), rule_for(ours, metric, 0.8)
+    before = cuda.snapshot(ours.state, 2)
+    for name in SELECTION_TENSORS:
+        getattr(ours.state, name)[2].zero_()
+    found = cuda.select(before, 0, rule, longest=700)
+    expected = cuda.select(theirs.state, 2, rule, longest=700)
+    for x, y in zip(vars(found).values(), vars(expected).values(), strict=True):
+        assert torch.equal(x, y)
+    assert torch.equal(ours.state.pages, theirs.state.pages)
+    assert bool(found.keep.any())
 
 
 def same_tokens(ours: KVCache, theirs: KVCache, slot: int, encoded: bool) -> None:

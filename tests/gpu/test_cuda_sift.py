@@ -122,6 +122,8 @@ def test_sift_steps_are_the_same_to_the_bit(tiers: tuple[str, ...], dim: int, dt
     state = filled(tiers, dim=dim, dtype=dtype, rotates=False, rank=2 * (dim == 64))
     g = torch.Generator().manual_seed(dim)
     state.cap = torch.randint(0, 60, state.cap.shape, generator=g).to(torch.int32)
+    share = torch.rand(state.cap_share.shape, generator=g)
+    state.cap_share = torch.where(share < 0.5, share * 0.6 - 0.01, torch.inf)
     lengths = state.lengths.clone()
     sift(state, moved(state, "cuda"), dim, 10)
     assert not torch.equal(lengths, state.lengths)
@@ -196,6 +198,7 @@ def test_append_tokens_is_the_same_to_the_bit(tiers: tuple[str, ...], scale: flo
     for turn, count in enumerate((0, 1, 1100)):
         k, v = (torch.randn(count, 3, slow.window_k.shape[-1], generator=g) * scale for _ in range(2))
         v[count // 2 :] *= 1e-3
+        v[::3, :, 5] *= 25
         k[: count // 4] = 0.5
         k, v = k.bfloat16(), v.bfloat16()
         score, position = torch.rand(3, count, generator=g) ** 6 * 1.1, torch.arange(count) + 7 * turn

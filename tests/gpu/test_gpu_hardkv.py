@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from siftkv import LLM, SamplingParams, parse_policy
+from siftkv.engine.beside import CurrentStream
 from siftkv.engine.forced import ForcedRow, ForcedRun
+from siftkv.engine.sequence import Sequence
 from siftkv.kernels import cuda
 from siftkv.models import LoadedModel, ModelConfig, random_model
 from tests.tiny import tiny_tokenizer
@@ -62,12 +64,13 @@ def test_with_p_of_one_it_is_the_full_engine() -> None:
 def test_the_fused_trigger_keeps_what_the_plain_one_keeps(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused selection may keep a few tokens more, never fewer of any row's share."""
     kv = f"{HARDKV},metric={metric}"
+    forced = prompts()[0][:-8]  # the last step is none after which a trigger would have to wait for another
     found = []
     for fused in (True, False):
         llm = open_llm(kv)
         if not fused:
             monkeypatch.setattr(cuda, "selects", lambda *_: False)
-        run = ForcedRun(llm.engine, [ForcedRow(prompts()[3], prompts()[0], parse_policy(kv))])
+        run = ForcedRun(llm.engine, [ForcedRow(prompts()[3], forced, parse_policy(kv))])
         logits = torch.stack([x[0].float().log_softmax(-1) for x in run])
         assert run.cascades[0] is not None
         found.append((run.cascades[0].history, logits))
@@ -77,3 +80,81 @@ def test_the_fused_trigger_keeps_what_the_plain_one_keeps(metric: str, monkeypat
     assert bool((first.kept.cpu() >= plain.kept.cpu() - 2).all())
     assert float(first.kept.float().mean()) < 1.25 * float(plain.kept.float().mean())
     assert float((expected.exp() * (expected - logp)).sum(-1).mean()) < 0.05
+
+
+def one(llm: LLM, tokens: int = 80) -> Sequence:
+    """The only request, queued."""
+    llm.engine.add(prompts()[3], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), llm.kv, None, "r0")
+    return llm.engine.sequences("r0")[0]
+
+
+def finish(llm: LLM, sequence: Sequence) -> tuple[list[int], object, list[tuple[int, object, object]]]:
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert sequence.error is None
+    assert sequence.kv is not None
+    assert sequence.cascade is not None
+    history = [(t.position, t.selected.tolist(), t.kept.tolist()) for t in sequence.cascade.history]
+    llm.engine.forget("r0")
+    assert llm.cache.free_pages == llm.cache.spec.num_pages
+    return sequence.output_ids, sequence.kv.per_head_tokens, history
+
+
+@pytest.mark.parametrize("setting", ["interval=1", "interval=3,format=k8v4", "interval=2,metric=snapkv,budget=96"])
+def test_selections_beside_decode_steps_find_what_they_find_between_them(setting: str) -> None:
+    """As often as can be, in two runs beside the steps and in one on their stream."""
+    kv = HARDKV.replace("interval=16", setting)
+    llm = open_llm(kv)
+    mixed = [kv, "full", kv, kv, "diffkv"]
+    found = []
+    for serial in (False, False, True):
+        if serial:
+            llm.cache.state.scratch["selections"] = CurrentStream()
+        outs = llm.generate(prompts(), GREEDY, mixed)
+        found.append([(o.token_ids, o.kv and o.kv.per_head_tokens) for o in outs])
+        llm.cache.check_integrity()
+    assert found[0] == found[1]
+    assert found[0] == found[2]
+
+
+def until_selecting(llm: LLM, steps: int) -> None:
+    """A selection under way, at least `steps` later, and no decode step that has not landed."""
+    for _ in range(steps):
+        llm.engine.step()
+    while not llm.cache.under_way:
+        llm.engine.step()
+    if llm.engine._flight is not None:
+        llm.engine._free_after_landing = 0
+        llm.engine.step()
+    assert llm.engine._flight is None
+    assert llm.cache.under_way
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_request_preempted_during_a_selection_ends_as_an_undisturbed_one(preemption: str, eager: bool) -> None:
+    llm = open_llm(enforce_eager=eager, preemption=preemption, check_integrity=True)
+    expected = finish(llm, one(llm))
+    sequence = one(llm)
+    for _ in range(3):
+        until_selecting(llm, 4)
+        llm.engine.scheduler.running.remove(sequence)
+        llm.engine.scheduler._preempt(sequence)
+        assert not llm.cache.under_way
+        assert llm.cache.free_pages == llm.cache.spec.num_pages
+        llm.cache.check_integrity()
+    assert finish(llm, sequence) == expected
+    assert sequence.preemptions == 3
+
+
+def test_an_abort_during_a_selection_gives_everything_back_and_disturbs_nobody() -> None:
+    llm = open_llm(check_integrity=True)
+    expected = finish(llm, one(llm))
+    for steps in (0, 5, 20):
+        one(llm)
+        until_selecting(llm, steps)
+        llm.engine.abort("r0")
+        llm.engine.forget("r0")
+        assert not llm.cache.under_way
+        assert llm.cache.free_pages == llm.cache.spec.num_pages
+        assert finish(llm, one(llm)) == expected

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from siftkv import LLM, RequestOutput, SamplingParams
-from siftkv.engine.cascade import Cascade
+from siftkv.engine.cascade import Cascade, cascade_of
 from siftkv.engine.forced import ForcedRow, ForcedRun
 from siftkv.engine.triggers import Trigger
 from siftkv.errors import OutOfPages, PolicyError
 from siftkv.policies import HardKV, parse_policy
-from tests.tiny import prompt, tiny_llm
+from tests.tiny import prompt, small_cache, tiny_llm
 
 KV = "hardkv:p=0.4,window=8,sinks=2,lower=16,upper=32,interval=8,queries=4"
 FULL = "full:window=8"
@@ -236,6 +236,43 @@ def test_sparse_loading_skips_pages_without_votes() -> None:
     assert skipped > 0
     assert different > 1e-3
     assert forced.reports[0].tokens_by_tier["dropped"] == 0
+
+
+def test_above_upper_every_page_is_read_again() -> None:
+    llm = llm_of(with_setting("sparse_loading=true,p=1,upper=60"), formats=["bf16"])
+    llm.engine.add(prompt(60, 1), greedy(20), llm.kv, request_id="r0")
+    for _ in range(2):
+        llm.engine.step()
+    state = llm.cache.state
+    state.page_skip.copy_(state.page_table >= 0)  # as if nothing had had votes so far
+    while len(cascade(llm).history) < 2:
+        llm.engine.step()
+    assert cascade(llm).history[-1].rewritten
+    assert not state.page_skip.any()
+    llm.engine.abort("r0")
+
+
+def test_a_prompt_above_upper_skips_no_page() -> None:
+    llm = llm_of(with_setting("sparse_loading=true,p=0.3"), formats=["bf16"])
+    llm.engine.add(prompt(300, 1), greedy(20), llm.kv, request_id="r0")
+    for _ in range(12):
+        llm.engine.step()
+        assert not llm.cache.state.page_skip.any()
+    llm.engine.abort("r0")
+
+
+@pytest.mark.parametrize("condense", ["evict", "merge"])
+def test_a_budget_in_bytes_holds_however_tokens_fall_on_heads(condense: str) -> None:
+    kv = f"hardkv:window=8,lower=16,upper=32,budget=120KiB,condense={condense}"
+    cache, [bound] = small_cache([kv], layers=12, heads=4, page_bytes=1024)
+    heads, [layout] = cache.spec.head_slots, cache.spec.layouts
+    found = cascade_of(bound, cache.spec, [1])
+    assert found is not None
+    most = found._most_tokens
+    assert 0 < most < 120 * layout.tokens
+    for lone in range(heads if condense == "merge" else 1):  # heads without votes, which then keep one token
+        full_pages = (most - (heads - lone)) // layout.tokens
+        assert full_pages + heads <= (120 << 10) // cache.spec.page_bytes
 
 
 def test_short_requests_never_trigger() -> None:

@@ -47,6 +47,11 @@ def test_other_policies_are_looked_at_now_and_then(kv: str) -> None:
         assert all((s.kept == s.seen).all() for s in found.snapshots)
 
 
+def test_a_request_that_ends_at_once_shows_nothing() -> None:
+    with pytest.raises(RequestError, match="ended with its first token"):
+        look(HARDKV, tokens=1)
+
+
 def test_json_holds_the_same_numbers() -> None:
     found = look(HARDKV)
     stored = json.loads(json.dumps(found.to_dict()))

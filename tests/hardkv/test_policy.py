@@ -19,6 +19,7 @@ BAD = {
     "budget=60": "window \\+ sinks = 68",
     "budget=-3": "tokens a head",
     "budget=lots": "tokens a head",
+    "budget=8MiB,layout=max": "beyond a budget in bytes",
     "lower=3000": "lower=3000 is above upper=2048",
     "window=0": "window=0",
     "interval=0": "interval=0",

@@ -44,6 +44,18 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
         assert found.tolist() == [retrieves]
 
 
+def test_what_a_file_says_tells_policies_apart(tmp_path: Path) -> None:
+    file = tmp_path / "heads.json"
+    made = []
+    for scores in ([[1, 0]], [[1, 0]], [[0.0, 1.0]]):
+        file.write_text(json.dumps(scores))
+        made.append(DuoAttention(heads=str(file)))
+    assert made[0] == made[1] != made[2]
+    assert len(set(made)) == 2
+    assert repr(made[1]) != repr(made[2]), "records of an evaluation go by it"
+    assert DuoAttention(heads=SCORES) == DuoAttention(heads=SCORES) != DuoAttention(heads=SCORES[::-1])
+
+
 def test_heads_are_measured_by_what_they_see_between_sinks_and_window() -> None:
     policy = DuoAttention(window=10, sinks=3)
     view = view_of(policy)

@@ -176,14 +176,16 @@ class TestGuards:
             OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0).models.list()
 
     def test_large_bodies(self, guarded: Live) -> None:
-        error(guarded.post("/v1/completions", {"prompt": "a" * 3000}, headers=self.auth), 413)
+        found = error(guarded.post("/v1/completions", {"prompt": "a" * 3000}, headers=self.auth), 413)
+        assert found["code"] == "body_too_large"
 
         def pieces() -> Iterator[bytes]:
             for _ in range(30):
                 yield b" " * 100
 
         url = f"{guarded.url}/v1/completions"
-        error(httpx.post(url, content=pieces(), headers=self.auth | {"Content-Type": "application/json"}), 413)
+        streamed = httpx.post(url, content=pieces(), headers=self.auth | {"Content-Type": "application/json"})
+        assert error(streamed, 413)["code"] == "body_too_large"
 
     def test_origins(self, guarded: Live, live: Live) -> None:
         ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
@@ -231,9 +233,14 @@ class TestState:
 
     def test_a_full_queue(self) -> None:
         server = Live(byte_llm(max_num_seqs=2), max_queue=1).ready()
-        answer = server.post("/v1/completions", {"prompt": "a", "n": 4})
-        assert error(answer, 429)["type"] == "rate_limit_error"
-        assert int(answer.headers["Retry-After"]) >= 1
+        long = {"prompt": "a", "n": 3, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            answer = server.post("/v1/completions", {"prompt": "a"})
+            assert error(answer, 429)["type"] == "rate_limit_error"
+            assert int(answer.headers["Retry-After"]) >= 1
+        wait_for(lambda: not server.worker.in_system)
         assert server.post("/v1/completions", {"prompt": "a", "n": 3, "max_tokens": 2}).status_code == 200
         server.check_settled()
         server.close()

@@ -66,6 +66,25 @@ def test_wrong_options_are_one_line(arguments: list[str], says: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments", [["--port", "99999"], ["--port", "-1"], ["--max-queue", "-5"], ["--drain-seconds", "-1"]], ids=str
+)
+def test_numbers_out_of_range(arguments: list[str]) -> None:
+    """99999 would be port 34463 to the system."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr
+
+
+def test_files_that_are_no_certificate_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.pem"
+    file.write_text("garbage")
+    result = invoke("--ssl-keyfile", str(file), "--ssl-certfile", str(file), "--port", "0")
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert "no key and certificate" in line
+
+
+@pytest.mark.parametrize(
     ("text", "size"), [("4096", 4096), ("12GiB", 12 << 30), ("1.5 kb", 1500), ("8MiB", 8 << 20), ("2B", 2)]
 )
 def test_sizes(text: str, size: int) -> None:

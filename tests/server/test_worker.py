@@ -112,6 +112,22 @@ def test_the_queue_has_a_limit(worker: EngineWorker, llm: LLM) -> None:
     wait_for(lambda: not worker.in_system)
 
 
+def test_waiting_for_a_step_under_way_counts(worker: EngineWorker, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.2), step())[1])
+
+    async def task() -> None:
+        first = await worker.submit([request(llm, 1)], "first")
+        second = await worker.submit([request(llm, 1)], "second")
+        await asyncio.gather(outputs(first), outputs(second))
+
+    run(task)
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        total = worker.metrics.registry.get_sample_value(f"siftkv_{name}_seconds_sum")
+        assert total is not None
+        assert total > 0.5  # 0.2 for the first; nearly that and its own step for the second
+
+
 def test_urgent_requests_start_first(worker: EngineWorker, llm: LLM) -> None:
     order: list[str] = []
 

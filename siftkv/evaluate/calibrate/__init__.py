@@ -8,11 +8,10 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from siftkv.benchmarks.fidelity import Protocol, windows_of
-from siftkv.benchmarks.opening import open_for
 from siftkv.benchmarks.results import current_versions
 from siftkv.benchmarks.texts import Text
-from siftkv.cache import dense_name
-from siftkv.evaluate.calibrate import candidates
+from siftkv.engine.conditioning import condition
+from siftkv.evaluate.calibrate.candidates import Bench
 from siftkv.evaluate.calibrate.fragility import Fragility, measure_fragility
 from siftkv.evaluate.calibrate.goal import Goal
 from siftkv.evaluate.calibrate.run import Calibration, Settings, expected_runs
@@ -45,11 +44,10 @@ def calibrate(
     cut = windows_of(model, texts, replace(protocol, windows=2 * protocol.windows))
     chosen_by = [w for w in cut if w.index < protocol.windows]
     held_out = [w for w in cut if w.index >= protocol.windows]
-    llm = open_for(model, policy, protocol.length, 1, (dense_name(model.decoder.dtype),), kernels)
-    fragility = measure_fragility(model.decoder, llm.conditioning, chosen_by[0].ids[: protocol.prompt])
-    del llm
-    found = Calibration(model, chosen_by, protocol, goal, fragility, kernels, progress).run(policy)
-    [checked] = candidates.measure(model, [found.whole], held_out, protocol, kernels, progress)
+    conditioning = condition(model, CONDITIONING)
+    fragility = measure_fragility(model.decoder, conditioning, chosen_by[0].ids[: protocol.prompt])
+    found = Calibration(Bench(model, chosen_by, protocol, kernels, progress), goal, fragility).run(policy)
+    [checked] = Bench(model, held_out, protocol, kernels, progress)([found.whole])
     return _profile(model, texts, goal, protocol, fragility, found, checked)
 
 

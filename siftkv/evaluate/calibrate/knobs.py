@@ -38,12 +38,12 @@ class Knob:
 
 @dataclass(frozen=True)
 class Step:
-    """One search. knob: of the policy that `prepared` makes of what came before.
+    """One search. knob: of the policy that `prepared` makes of what came before; None where it has nothing to turn.
 
     share: of the quality that may be lost, and of the bytes that must be saved, that this step may use up.
     """
 
-    knob: Callable[[Policy], Knob]
+    knob: Callable[[Policy], Knob | None]
     share: float
     prepared: Callable[[Policy], Policy] = lambda policy: policy
 
@@ -54,12 +54,12 @@ ALPHA_LOW = Knob("alpha_low", 0.001, 2.0, zero=True)
 _FIRST_SHARE = 0.5
 
 
-def _alpha_low(policy: Policy) -> Knob:
+def _alpha_low(policy: Policy) -> Knob | None:
     """Up to where tokens would be dropped before they are demoted."""
     most = policy.alpha_high if isinstance(policy, DiffKV) else None
     if not isinstance(most, (int, float)):
         raise PolicyError("alpha_high has one value a head: give one for all, calibration finds alpha_low for that")
-    return replace(ALPHA_LOW, harsh=max(ALPHA_LOW.gentle, min(ALPHA_LOW.harsh, float(most))))
+    return replace(ALPHA_LOW, harsh=min(ALPHA_LOW.harsh, float(most))) if most > ALPHA_LOW.gentle else None
 
 
 DIFFKV_STEPS = (
@@ -76,5 +76,5 @@ def steps_of(policy: Policy) -> tuple[Step, ...]:
     if any(field.name == RATIO.name for field in fields(policy)):  # type: ignore[arg-type]
         return (Step(lambda _: RATIO, 1.0),)
     raise PolicyError(
-        f"{policy.name} has no setting that calibration knows how to turn: use uniform, diffkv, or a policy with a ratio"
+        f"{policy.name} has no setting that calibration can turn: use uniform, diffkv, or a policy with a ratio"
     )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import exp, log
 
-from siftkv.benchmarks.fidelity import Protocol, Window
+from siftkv.benchmarks.fidelity import Protocol
 from siftkv.cache import dense_name
 from siftkv.cache.spec import MAX_TIERS
 from siftkv.errors import SiftKVError
 from siftkv.evaluate.calibrate import candidates
-from siftkv.evaluate.calibrate.candidates import Measure
+from siftkv.evaluate.calibrate.candidates import Bench
 from siftkv.evaluate.calibrate.fragility import Fragility
 from siftkv.evaluate.calibrate.goal import Goal
-from siftkv.evaluate.calibrate.knobs import FORMATS, Step, steps_of
-from siftkv.evaluate.calibrate.search import ROUNDS, Found, Search
+from siftkv.evaluate.calibrate.knobs import FORMATS, Knob, Step, steps_of
+from siftkv.evaluate.calibrate.search import FIRST, ROUNDS, Found, Search
 from siftkv.models import LoadedModel
 from siftkv.policies import Policy, Uniform
 from siftkv.policies.precise_keys import PRECISE_BITS, PreciseKeys
@@ -44,35 +44,27 @@ class Settings:
 class Calibration:
     """A calibration of one model. `run` may be called once.
 
-    windows: those that settings are chosen by. fragility: of the model's keys. kernels: as in `LLM`. progress: called
-    after each decode step.
+    measure: on the windows that settings are chosen by. fragility: of the model's keys. tried: what has been measured.
     """
 
-    model: LoadedModel
-    windows: Sequence[Window]
-    protocol: Protocol
+    measure: Bench
     goal: Goal
     fragility: Fragility
-    kernels: str = "auto"
-    progress: Callable[[], None] = lambda: None
     tried: list[Tried] = field(default_factory=list)
 
     def run(self, policy: Policy) -> Settings:
-        """Settings of `policy` that meet the goal. Raises SiftKVError, with what was reached, where none do, PolicyError
-        for a policy without a knob.
+        """Settings of `policy` that meet the goal. Raises SiftKVError, with what was reached, where none do,
+        PolicyError for a policy without a knob.
         """
         found, precise = self._formats(policy) if isinstance(policy, Uniform) else self._turn(policy)
         if not self.goal.met(found.figures):
             raise SiftKVError(
-                f"no setting of {policy.name} reaches {self.goal} on this text: the closest, {found.policy.describe()}, "
+                f"no setting of {policy.name} reaches {self.goal} on this text: {found.policy.describe()} "
                 f"has KL {found.figures.mean_kl:.4f} and agreement {found.figures.agreement:.1%} "
                 f"at {found.figures.ratio:.1%} of the bytes"
             )
         base = found.policy.base if isinstance(found.policy, PreciseKeys) else found.policy
         return Settings(base, precise, found.figures, self.tried)
-
-    def measure(self, policies: Sequence[Policy]) -> list[Figures]:
-        return candidates.measure(self.model, policies, self.windows, self.protocol, self.kernels, self.progress)
 
     def _formats(self, policy: Uniform) -> tuple[Found, tuple[tuple[int, int], ...]]:
         """A format for all, or one for most heads and 8-bit keys for those that lose most."""
@@ -99,36 +91,29 @@ class Calibration:
 
     def _turn(self, policy: Policy) -> tuple[Found, tuple[tuple[int, int], ...]]:
         """Every knob of a policy, then fragile heads, where 8-bit keys pay for themselves there."""
-        measure: Measure = self.measure
-        found = None
         for step in steps_of(policy):
             policy = step.prepared(policy)
-            found = self._step(step, policy, measure)
-            policy = found.policy
-        assert found is not None
+            knob = step.knob(policy)
+            if knob is not None:
+                found, turned = self._search(step, knob, policy), (step, knob)
+                policy = found.policy
         fragile = self.fragility.fragile()
         if not fragile or not found.ok or not self._mixes(policy):
             return found, ()
         mixed = PreciseKeys(policy, tuple(fragile))
-        figures = measure([mixed])[0]
+        [figures] = self.measure([mixed])
         pays = self._pays(figures)
         self.tried.append(Tried(step=HEADS, kv=mixed.describe(), meets=pays, figures=figures))
         if not pays:
             return found, ()
-        again = self._step(step, policy, measure, mixed.heads, found.place)
+        again = self._search(*turned, policy, mixed.heads, found.place)
         better = again.figures.ratio < found.figures.ratio or not self.goal.bounds_quality
         return (again, mixed.heads) if again.ok and better else (found, ())
 
-    def _step(
-        self,
-        step: Step,
-        policy: Policy,
-        measure: Measure,
-        precise: tuple[tuple[int, int], ...] = (),
-        gentlest: float = 0.0,
+    def _search(
+        self, step: Step, knob: Knob, policy: Policy, precise: tuple[tuple[int, int], ...] = (), gentlest: float = 0.0
     ) -> Found:
         """Turn one knob, between `gentlest` and the harsh end."""
-        knob = step.knob(policy)
 
         def at(place: float) -> Policy:
             turned = knob.turned(policy, place)
@@ -136,11 +121,11 @@ class Calibration:
 
         name = f"{knob.name}, {HEADS}" if precise else knob.name
         first = [gentlest + x * (1 - gentlest) for x in (0.0, 0.25, 0.5, 0.75, 1.0)]
-        return Search(name, at, self.goal, step.share, self.tried).run(measure, first)
+        return Search(name, at, self.goal, step.share, self.tried).run(self.measure, first)
 
     def _mixes(self, policy: Policy) -> bool:
         """Whether some heads can have 8-bit keys: the engine leaves the tiers to the policy, and the pool has room."""
-        dense = dense_name(self.model.decoder.dtype)
+        dense = dense_name(self.measure.model.decoder.dtype)
         if policy.query_rows or policy.skips or all(t.format.key_bits >= PRECISE_BITS for t in policy.tiers(dense)):
             return False
         return len(PreciseKeys(policy, ((0, 0),)).tiers(dense)) < MAX_TIERS  # `full` runs beside it
@@ -162,7 +147,7 @@ def expected_runs(model: LoadedModel, policy: Policy, windows: int, protocol: Pr
 
 
 def _a_round(windows: int, protocol: Protocol) -> int:
-    return -(-windows // max(1, protocol.rows // 6))
+    return -(-windows // candidates.windows_at_a_time(len(FIRST), windows, protocol))
 
 
 def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:

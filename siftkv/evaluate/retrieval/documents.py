@@ -84,7 +84,7 @@ def read_questions(path: str | Path) -> list[Question]:
     Raises SiftKVError that names the line that is not one.
     """
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8").split("\n")  # JSON may hold other ends of line, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise SiftKVError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"

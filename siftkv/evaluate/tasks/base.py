@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,7 +66,9 @@ def read_rows(path: str, kind: type[Row], limit: int | None) -> list[Row]:
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise SiftKVError(f"cannot read {path}: it is not a whole gzip file") from error
+    except (OSError, UnicodeDecodeError) as error:
         raise SiftKVError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
         ) from error

@@ -7,6 +7,7 @@ from siftkv.kernels.cuda.pages import release
 from siftkv.kernels.cuda.rewrite import rewrite
 from siftkv.kernels.cuda.select import select, selects
 from siftkv.kernels.cuda.sift import sift_step
+from siftkv.kernels.cuda.snapshot import snapshot
 
 DEFERS_FAULTS = True
 
@@ -22,6 +23,7 @@ __all__ = [
     "select",
     "selects",
     "sift_step",
+    "snapshot",
     "store_prompts",
     "write_window",
 ]

@@ -1,4 +1,4 @@
-"""The range that codes of one or two bits span, to the bit as `siftkv.kernels.reference.fit` finds it."""
+"""The levels of codes of one or two bits, to the bit as `siftkv.kernels.reference.fit` finds them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,11 @@ def _code_sums(x, low, high, mean, zero, scale, qmax):
 
 
 @inner
-def fitted_range(x, low, high, least, most, bits):
-    """What the lowest and the highest code stand for, for `x[low:high]` with the extremes `least` and `most`; `x` has a
-    vector's room behind it.
+def fit(x, low, high, least, most, bits):
+    """Levels of `x[low:high]`, whose extremes are `least` and `most`; `x` has a vector's room behind it.
+
+    Returns what the lowest and the highest code should stand for, whether these were fitted, and then the zero-point
+    and scale that codes are computed against.
     """
     qmax, n = np.float32((1 << bits) - 1), np.float32(high - low)
     mean = _sum(x, low, high, np.float32(0), False) / n
@@ -69,15 +71,17 @@ def fitted_range(x, low, high, least, most, bits):
     step = (most - least) / qmax
     scale = min(np.float32(np.sqrt(square / n)) * (_STEP_OF_ONE_BIT if bits == 1 else _STEP_OF_TWO), step)
     zero, spread = mean - scale * (qmax / np.float32(2)), np.float32(0)
+    coded = (zero, scale)
     for turn in range(2):
         if not scale > 0:
-            return least, most
+            return least, most, False, coded
+        coded = (zero, scale)
         total, squares, product = _code_sums(x, low, high, mean, zero, scale, qmax)
         spread = squares * n - total * total
         if not (spread > 0 and product > 0):
-            return least, most
+            return least, most, False, coded
         scale = product * n / spread if turn == 0 else square / product
         zero = mean - scale * total / n
     if not scale * scale * spread / n - square <= step * n * step / np.float32(12):
-        return least, most
-    return zero, zero + scale * qmax
+        return least, most, False, coded
+    return zero, zero + scale * qmax, True, coded

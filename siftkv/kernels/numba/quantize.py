@@ -16,7 +16,7 @@ from siftkv.kernels.numba.bits import (
     score_from_bits,
 )
 from siftkv.kernels.numba.compile import inner
-from siftkv.kernels.numba.fit import fitted_range
+from siftkv.kernels.numba.fit import fit
 from siftkv.kernels.numba.tiles import compact_pair
 from siftkv.kernels.numba.vectors import (
     LANES,
@@ -122,8 +122,9 @@ def quantise(x, codes, dim, bits, groups, compact, pool8, pool16, meta):
     qmax, width = (1 << bits) - 1, dim // groups
     for i in range(groups):
         low, high = value_range(x, i * width, (i + 1) * width)
+        fitted, coded = False, (low, high)
         if bits <= FITTED_BITS:
-            low, high = fitted_range(x, i * width, (i + 1) * width, low, high, bits)
+            low, high, fitted, coded = fit(x, i * width, (i + 1) * width, low, high, bits)
         if compact:
             rounding = 127 if bits > FITTED_BITS else 64
             pool8[meta + 2 * i], pool8[meta + 2 * i + 1] = compact_meta(low, high, qmax, rounding)
@@ -132,6 +133,8 @@ def quantise(x, codes, dim, bits, groups, compact, pool8, pool16, meta):
             s, z = half_meta(low, high, qmax)
             pool16[meta // 2 + 2 * i], pool16[meta // 2 + 2 * i + 1] = s, z
             scale, zero = half_value(np.int64(s)), half_value(np.int64(z))
+        if fitted:
+            zero, scale = coded
         codes_of(x, codes, i * width, (i + 1) * width, zero, scale, qmax)
 
 

@@ -1,12 +1,14 @@
-"""The range of values that codes of one or two bits span: fitted to all values of a group, not to its extremes.
+"""Which levels codes stand for: between the extremes of a group or, with one or two bits, fitted to all of its values.
 
-Two steps of Lloyd's iteration (Lloyd 1982, least squares quantisation in PCM) from the optimal uniform quantiser of a
-normal distribution (Max 1960, quantizing for minimum distortion). A least-squares fit shrinks what it decodes, and a
-mean over many tokens does not average that out. So the last scale is the one whose decoded values project onto the
-values with factor one, `<x' - m, x - m> = |x - m|^2`: the error is a little larger and has no bias.
+A fit is one step of Lloyd's iteration (Lloyd 1982, least squares quantisation in PCM) from the optimal uniform
+quantiser of a normal distribution (Max 1960, quantizing for minimum distortion). Least squares would shrink what is
+decoded, and a mean over many tokens does not average that out. So the scale that is stored makes the decoded values
+project onto the values with factor one, `<x' - m, x - m> = |x - m|^2`: the error is a little larger and has no bias.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,12 +47,31 @@ def lane_sum(x: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def fitted_range(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """What codes 0 and `2**bits - 1` stand for in each group of `x` fp32 `[..., groups, n]`; low, high: its extremes,
-    `[..., groups]`.
+@dataclass
+class Levels:
+    """low, high: fp32 `[..., groups]`, what the lowest and the highest code of each group should stand for.
 
-    A group keeps its extremes where a fit has nothing to go by (constants) or where the error that it expects is above
-    that of rounding to the steps between the extremes, `step^2 / 12` a value: few values far from all others.
+    codes: fp32 `[..., groups, n]`, codes that were fitted together with these levels, which count where `fitted` (bool
+    `[..., groups]`) is true. Other codes are the nearest for the metadata that is stored.
+    """
+
+    low: Tensor
+    high: Tensor
+    codes: Tensor
+    fitted: Tensor
+
+
+def levels_of(x: Tensor, bits: int) -> Levels:
+    """Levels of the groups of `x` fp32 `[..., groups, n]`."""
+    low, high = x.amin(-1), x.amax(-1)
+    if bits > FITTED_BITS:
+        return Levels(low, high, x, torch.zeros_like(low, dtype=torch.bool))
+    return _fit(x, low, high, bits)
+
+
+def _fit(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Levels:
+    """A group keeps its extremes where a fit has nothing to go by (constants) or where its error is above what rounding
+    to the steps between the extremes is expected to cost, `step^2 / 12` a value: few values far from all others.
     """
     qmax, n = 2**bits - 1, x.shape[-1]
     mean = lane_sum(x) / n
@@ -59,7 +80,7 @@ def fitted_range(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tenso
     step = (high - low) / qmax
     scale = torch.minimum((square / n).sqrt() * NORMAL_STEP[bits], step)
     zero = mean - scale * (qmax / 2)
-    fits, spread = torch.ones_like(mean, dtype=torch.bool), torch.ones_like(mean)
+    codes, spread, fits = x, square, torch.ones_like(mean, dtype=torch.bool)
     for turn in range(2):
         codes = nearest_codes(x, zero[..., None], scale[..., None], qmax)
         total, product = codes.sum(-1), lane_sum(deviation * codes)
@@ -69,4 +90,4 @@ def fitted_range(x: Tensor, low: Tensor, high: Tensor, bits: int) -> tuple[Tenso
         zero = mean - scale * total / n
     error = scale * scale * spread / n - square
     fits &= error <= step * n * step / 12
-    return torch.where(fits, zero, low), torch.where(fits, zero + scale * qmax, high)
+    return Levels(torch.where(fits, zero, low), torch.where(fits, zero + scale * qmax, high), codes, fits)

@@ -1,9 +1,9 @@
 """Quantise tokens to page records and back: the readable reference, vectorised over any leading dimensions.
 
-Asymmetric quantisation per token and sub-group, after RoPE: between minimum and maximum (DiffKV, section 4.1), codes of
-one or two bits over a fitted range (`siftkv.kernels.reference.fit`). Scale and zero-point are stored in fp16 and codes
-are computed against the *stored* values. The zero-point is rounded down and the scale up, so that codes of more than two
-bits clip no value: the error is at most half a stored scale.
+Asymmetric quantisation per token and sub-group, after RoPE: between minimum and maximum (DiffKV, section 4.1), with
+one or two bits to fitted levels (`siftkv.kernels.reference.fit`). Scale and zero-point are stored in fp16 and codes are
+computed against the *stored* values, but for fitted ones. The zero-point is rounded down and the scale up, so that
+codes of more than two bits clip no value: the error is at most half a stored scale.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from siftkv.formats import DENSE_DTYPES, VOTE_BYTES, WEIGHT_BYTES, PageLayout, TierFormat
-from siftkv.kernels.reference.fit import FITTED_BITS, fitted_range, nearest_codes
+from siftkv.kernels.reference.fit import FITTED_BITS, Levels, levels_of, nearest_codes
 
 SCORE_SCALE = 2.0**15
 """Scores (mean attention, 0 to 1) are stored in fp16 times this, so that means down to 2e-9 keep full precision."""
@@ -46,13 +46,9 @@ def half_down_signed(x: Tensor) -> Tensor:
     return torch.where(x < 0, -half_from_bits(bits), half_from_bits(bits))
 
 
-def _codes(grouped: Tensor, zero: Tensor, scale: Tensor, qmax: int) -> Tensor:
-    return nearest_codes(grouped, zero[..., None], scale[..., None], qmax).to(torch.uint8).flatten(-2)
-
-
-def _value_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    return (low, high) if bits > FITTED_BITS else fitted_range(grouped, low, high, bits)
+def _codes(grouped: Tensor, levels: Levels, zero: Tensor, scale: Tensor, qmax: int) -> Tensor:
+    nearest = nearest_codes(grouped, zero[..., None], scale[..., None], qmax)
+    return torch.where(levels.fitted[..., None], levels.codes, nearest).to(torch.uint8).flatten(-2)
 
 
 def quantise_groups(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,25 +60,23 @@ def quantise_groups(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, 
     """
     qmax = 2**bits - 1
     grouped = x.unflatten(-1, (groups, -1))
-    low, high = _value_range(grouped, bits)
+    levels = levels_of(grouped, bits)
+    low, high = levels.low, levels.high
     excess = ((high - low) - _FP16_MAX * qmax).clamp_min(0.0)
     zero = half_down_signed(low + excess / 2)
     scale = half_from_bits(half_up((high - zero).clamp_min(0.0) / qmax))
-    return _codes(grouped, zero, scale, qmax), scale, zero
+    return _codes(grouped, levels, zero, scale, qmax), scale, zero
 
 
-def compact_meta(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
-    """One-byte scale and centre of each group of `x` `[..., D]`: `(scale_byte, centre_byte)`, both uint8 `[...,
-    groups]`.
+def compact_meta(levels: Levels, bits: int) -> tuple[Tensor, Tensor]:
+    """One-byte scale and centre of each group: `(scale_byte, centre_byte)`, both uint8 `[..., groups]`.
 
     The scale is an unsigned fp8 (5 exponent, 3 mantissa bits: the upper half of an fp16), rounded up so that nothing is
     clipped, or to the nearest where ranges are fitted. The centre of the range counts in units of `scale * qmax / 254`,
     so that every range that contains zero can be named.
     """
     qmax = 2**bits - 1
-    grouped = x.unflatten(-1, (groups, -1))
-    low, high = _value_range(grouped, bits)
-    low, high = low.clamp_max(0.0), high.clamp_min(0.0)
+    low, high = levels.low.clamp_max(0.0), levels.high.clamp_min(0.0)
     rounding = 127 if bits > FITTED_BITS else 64
     scale_byte = ((half_up((high - low) / qmax) + rounding) >> 7).clamp_max(_E5M3_MAX_BITS)
     unit = half_from_bits(scale_byte << 7) * (qmax / 254)
@@ -127,10 +121,11 @@ def _encode_half(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
 def _encode_values(v: Tensor, fmt: TierFormat) -> tuple[Tensor, Tensor]:
     if not fmt.compact:
         return _encode_half(v, fmt.value_bits, fmt.value_groups)
-    scale_byte, centre_byte = compact_meta(v, fmt.value_bits, fmt.value_groups)
-    scale, zero = expand_compact(scale_byte, centre_byte, fmt.value_bits)
     grouped = v.unflatten(-1, (fmt.value_groups, -1))
-    codes = _codes(grouped, zero, scale, 2**fmt.value_bits - 1)
+    levels = levels_of(grouped, fmt.value_bits)
+    scale_byte, centre_byte = compact_meta(levels, fmt.value_bits)
+    scale, zero = expand_compact(scale_byte, centre_byte, fmt.value_bits)
+    codes = _codes(grouped, levels, zero, scale, 2**fmt.value_bits - 1)
     return pack_planes(codes, fmt.value_bits), torch.stack([scale_byte, centre_byte], -1).flatten(-2)
 
 

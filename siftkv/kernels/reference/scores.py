@@ -19,8 +19,8 @@ def updated_mean(
     fp32 and int64.
 
     A token's own query does not count as a later one, so tokens at `position == now` keep their mean. The mean is that
-    of all later queries until there are `horizon` of them, and from then on it forgets: a query `horizon` positions back
-    counts 1/e of the newest.
+    of all later queries until there are `horizon` of them, and from then on it forgets: a query `horizon` positions
+    back counts 1/e of the newest.
     """
     known = torch.minimum((now - position).clamp_min(0), horizon)
     weight = torch.minimum(known, interval).float() / known.clamp_min(1).float()

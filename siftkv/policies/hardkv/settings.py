@@ -77,7 +77,8 @@ def _check_budget(policy: HardKV) -> None:
         raise PolicyError(
             f"budget={policy.budget} is below window + sinks = {near} tokens, which every head keeps: raise it"
         )
-
+    if isinstance(policy.budget, str) and policy.layout == "max":
+        raise PolicyError("layout=max pads heads beyond a budget in bytes: give a budget in tokens, or none")
     if policy.select == "topk" and (not isinstance(policy.budget, int) or policy.memory):
         raise PolicyError("select=topk keeps a fixed number of tokens: give a budget in tokens, and no memory")
 

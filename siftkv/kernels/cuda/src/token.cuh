@@ -57,7 +57,7 @@ DEV u16 score_bits(float score) {
   return static_cast<u16>((bits + 0xFFFu + (bits >> 13 & 1u)) >> 13);
 }
 
-constexpr int FITTED_BITS = 2;  // codes of at most this many bits span a fitted range
+constexpr int FITTED_BITS = 2;  // codes of at most this many bits have fitted levels
 
 // What codes of one group are computed against, and the metadata that says so.
 struct Scale {
@@ -97,8 +97,9 @@ DEV float nearest(float x, float scale, float inverse) {
   return fabsf(ratio - rounded) < 0.499f || inverse == 0.f ? rounded : rintf(__fdiv_rn(x, scale));
 }
 
-// The range that codes of few bits span, for a group with the extremes `low` and `high`: `siftkv.kernels.reference.fit`, operation by operation.
-template <int BITS, int GROUPS> DEV void fit_range(const float (&x)[CHANNELS], int group, float& low, float& high) {
+// The levels of codes of few bits (`siftkv.kernels.reference.fit`, operation by operation), for a group with the extremes `low` and `high`: what the lowest
+// and the highest code should stand for and, in `coded`, what codes are computed against. Returns whether there is a fit.
+template <int BITS, int GROUPS> DEV bool fit(const float (&x)[CHANNELS], int group, float& low, float& high, Scale& coded) {
   constexpr int span = HEAD_DIM / GROUPS;
   constexpr float n = span, qmax = (1 << BITS) - 1, normal_step = BITS == 1 ? 1.596f : 0.9957f;
   auto each_value = [&](auto f) {
@@ -114,6 +115,7 @@ template <int BITS, int GROUPS> DEV void fit_range(const float (&x)[CHANNELS], i
   float step = __fdiv_rn(__fsub_rn(high, low), qmax), spread = 0.f;
   float scale = fminf(__fmul_rn(__fsqrt_rn(__fdiv_rn(square, n)), normal_step), step), zero = __fsub_rn(mean, __fmul_rn(scale, qmax / 2.f));
   for (int turn = 0; turn < 2; turn++) {
+    coded.scale = scale, coded.zero = zero;
     float inverse = scale > 0.f ? __frcp_rn(scale) : 0.f, product = 0.f;
     u32 sums = 0;  // of codes, and of their squares in the upper half
     each_value([&](float v) {
@@ -125,13 +127,14 @@ template <int BITS, int GROUPS> DEV void fit_range(const float (&x)[CHANNELS], i
     sums = __reduce_add_sync(ALL, sums), product = warp_sum(product);
     float total = static_cast<float>(sums & 0xFFFFu);
     spread = __fsub_rn(__fmul_rn(static_cast<float>(sums >> 16), n), __fmul_rn(total, total));
-    if (!(spread > 0.f && product > 0.f)) return;
+    if (!(spread > 0.f && product > 0.f)) return false;
     scale = turn == 0 ? __fdiv_rn(__fmul_rn(product, n), spread) : __fdiv_rn(square, product);
     zero = __fsub_rn(mean, __fdiv_rn(__fmul_rn(scale, total), n));
   }
   float error = __fsub_rn(__fdiv_rn(__fmul_rn(__fmul_rn(scale, scale), spread), n), square);
-  if (!(error <= __fdiv_rn(__fmul_rn(__fmul_rn(step, n), step), 12.f))) return;
+  if (!(error <= __fdiv_rn(__fmul_rn(__fmul_rn(step, n), step), 12.f))) return false;
   low = zero, high = __fadd_rn(zero, __fmul_rn(scale, qmax));
+  return true;
 }
 
 // Codes of one token's keys or values, a byte each, and its metadata (`META` bytes a group).
@@ -145,10 +148,12 @@ template <int BITS, int GROUPS, int META> DEV void quantise(const float (&x)[CHA
       if (GROUPS == 1 || c / span == group) low = fminf(low, x[i]), high = fmaxf(high, x[i]);
     });
     low = warp_min(low), high = warp_max(high);
-    if constexpr (BITS <= FITTED_BITS) fit_range<BITS, GROUPS>(x, group, low, high);
-    Scale s;
+    Scale s, coded;
+    bool fitted = false;
+    if constexpr (BITS <= FITTED_BITS) fitted = fit<BITS, GROUPS>(x, group, low, high, coded);
     if constexpr (META == 2) s = compact_scale_of<BITS>(low, high);
     else s = scale_of<BITS>(low, high);
+    if (fitted) s.scale = coded.scale, s.zero = coded.zero;
     float inverse = s.scale > 0.f ? __frcp_rn(s.scale) : 0.f;
     each_channel([&](int i, int c) {
       if (GROUPS == 1 || c / span == group) codes[c] = static_cast<u8>(fminf(fmaxf(nearest(__fsub_rn(x[i], s.zero), s.scale, inverse), 0.f), qmax));

@@ -1,0 +1,117 @@
+"""`sift`: a budget of bytes, kept by heads that differ, in the prompt and while decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siftkv import SamplingParams, parse_policy
+from siftkv.errors import PolicyError
+from siftkv.policies import Sift
+from siftkv.policies.base import Prices, PromptView
+from tests.tiny import prompt, tiny_llm
+
+PRICES = Prices(token=(80.0, 60.0), page=0.0, slot=0.0, full=256.0)
+SMALL = {"window": 8, "sinks": 2, "observe": 16, "pool": 3, "sample": 1}
+
+
+def view(score: torch.Tensor, window: int = 8, sinks: int = 2) -> PromptView:
+    """score: `[R, H, n]`; the other source of importance is the same scores, turned round."""
+    n = score.shape[-1]
+    position = torch.arange(n)
+    protected = (position < sinks) | (position >= n - window)
+    values = torch.ones(score.shape[0], n, score.shape[1], 16)
+    return PromptView(0, score, protected, v=values, measure=lambda rows, weight: score.flip(-1))
+
+
+def spent(tier: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
+    """Bytes a head beyond the window, mean over a layer's heads."""
+    high, low = (((tier == t) & ~protected).sum(-1) for t in (0, 1))
+    return (high * PRICES.token[0] + low * PRICES.token[1]).float().mean(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    n=st.integers(80, 300),
+    ratio=st.floats(0.05, 0.4),
+    contrast=st.floats(1, 30),
+    sharpness=st.floats(0, 4),
+)
+def test_the_budget_is_kept_and_used(seed: int, n: int, ratio: float, contrast: float, sharpness: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    score = (torch.randn(2, 3, n, generator=g) * sharpness).exp()
+    policy, seen = Sift(ratio=ratio, contrast=contrast, **SMALL), view(score)
+    found = policy.sift(seen, PRICES)
+    middle = n - 10
+    budget = max(ratio * n * PRICES.full, 0.5 * ratio * middle * PRICES.full)
+    bytes_a_head = spent(found.tier, seen.protected)
+    assert (bytes_a_head <= budget).all()
+    everything_high = bytes_a_head >= middle * PRICES.token[0] - 1
+    assert (everything_high | (bytes_a_head >= 0.78 * min(budget, middle * PRICES.token[0]) - 3 * 80)).all()
+    assert found.share is not None
+    kept = torch.stack([((found.tier == t) & ~seen.protected).sum(-1) for t in (0, 1)], -1)
+    growth = found.share * n / kept.clamp_min(1)
+    assert ((growth - 1).abs()[kept > 0] < 1e-4).all(), "without a window to pay for, shares stay"
+
+
+def test_a_concentrated_head_keeps_fewer_tokens_than_a_diffuse_one() -> None:
+    n = 200
+    diffuse, sharp = torch.ones(n), torch.full((n,), 1e-4)
+    sharp[[20, 40, 60]] = 5.0
+    tier = Sift(ratio=0.12, **SMALL).sift(view(torch.stack([diffuse, sharp])[None]), PRICES).tier[0]
+    diffuse_kept, sharp_kept = (tier >= 0).sum(-1).tolist()
+    assert sharp_kept < diffuse_kept
+    assert (tier[1, [20, 40, 60]] >= 0).all()
+
+
+def test_prompts_of_a_batch_are_sifted_as_they_would_be_alone() -> None:
+    score = torch.rand(3, 2, 150, generator=torch.Generator().manual_seed(1)) ** 4
+    policy = Sift(ratio=0.15, **SMALL)
+    together = policy.sift(view(score), PRICES)
+    for i in range(3):
+        alone = policy.sift(view(score[i : i + 1]), PRICES)
+        assert torch.equal(together.tier[i], alone.tier[0])
+        torch.testing.assert_close(together.score[i], alone.score[0])  # type: ignore[index]
+
+
+def test_short_prompts_teach_nothing_about_heads() -> None:
+    found = Sift(ratio=0.25, **SMALL).sift(view(torch.rand(1, 2, 40)), PRICES)
+    assert found.share is not None
+    per_token = found.share @ torch.tensor(PRICES.token)
+    torch.testing.assert_close(per_token, torch.full((1, 2), 0.25 * 256.0))
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.35])
+def test_an_engine_holds_the_ratio_while_it_decodes(ratio: float) -> None:
+    policy = Sift(ratio=ratio, window=8, sinks=2, observe=16, pool=3)
+    llm = tiny_llm(policy, max_model_len=500, kernels="numba")
+    [short] = llm.generate([prompt(300)], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    [long] = llm.generate([prompt(300)], SamplingParams(temperature=0, max_tokens=190, ignore_eos=True))
+    for out in (short, long):
+        assert out.kv is not None
+        entries = out.kv.tokens_by_tier
+        kept = sum(entries[f] for f in (policy.high, policy.low)) / sum(entries.values())
+        assert kept > 0.02
+    assert short.kv is not None
+    assert long.kv is not None
+    assert long.kv.ratio <= short.kv.ratio * 1.05
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "sift:0",
+        "sift:1.5",
+        "sift:contrast=0.5",
+        "sift:blend=2",
+        "sift:pool=4",
+        "sift:high=k4v2,low=k4v4",
+        "sift:horizon=0",
+    ],
+)
+def test_bad_settings_are_refused(bad: str) -> None:
+    with pytest.raises(PolicyError):
+        parse_policy(f"sift:{bad}")
