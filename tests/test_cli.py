@@ -94,6 +94,8 @@ def test_every_command_has_help_with_an_example(command: list[str]) -> None:
         (["models", "path", "nothing"], "There is no built-in model 'nothing'"),
         (["formats", "--head-dim", "12"], "head_dim 12"),
         (["formats", "--head-dim", "64", "--model", "x"], "not both"),
+        (["bench", "selection", "--json", "/no/such/folder/x.json"], "cannot write"),
+        (["bench", "drift", "--plot", "/no/such/folder/x.png"], "cannot write"),
         (["demo", "--kv", "nonsense"], "unknown kv policy 'nonsense'"),
         (["demo", "--json", "/no/such/folder/x.json"], "cannot write"),
     ],

@@ -52,6 +52,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: obj
 def tiny_llm(kv: str | Policy = "diffkv:window=8,sinks=2", **settings: object) -> LLM:
     model = settings.pop("model", None) or tiny_model()
     defaults: dict[str, object] = {"max_num_seqs": 4, "kernels": "reference", "check_integrity": True}
+    defaults["admission"] = "greedy"  # tests of tight pools want preemption
     return LLM(model, kv, **(defaults | settings))  # type: ignore[arg-type]
 
 

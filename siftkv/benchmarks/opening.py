@@ -27,6 +27,6 @@ def open_for(
         formats=formats,
         max_model_len=tokens,
         max_num_seqs=requests,
-        kv_cache_memory_bytes=needed if needed > DEFAULT_MEMORY else None,
+        kv_cache_memory_bytes=max(needed, DEFAULT_MEMORY),
         kernels=kernels,
     )

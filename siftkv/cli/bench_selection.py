@@ -8,7 +8,7 @@ import typer
 
 from siftkv.cli import options
 from siftkv.cli.bench import Json, Plot, finish
-from siftkv.cli.console import Counter, busy, open_llm, plain_table, stdout_console
+from siftkv.cli.console import Counter, busy, check_writable, open_llm, plain_table, stdout_console
 from siftkv.data import TEXTS
 
 
@@ -18,8 +18,8 @@ def selection(
         list[str] | None,
         typer.Option(help=f"A text file or shipped story; repeatable.  [default: {TEXTS[0]}]", show_default=False),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
-    windows: Annotated[int, typer.Option(help="Prompts a text.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    windows: Annotated[int, typer.Option(min=1, help="Prompts a text.")] = 1,
     dtype: options.Dtype = "auto",
     json_file: Json = None,
     plot: Plot = None,
@@ -31,6 +31,8 @@ def selection(
       siftkv bench selection
       siftkv bench selection --data a_scandal_in_bohemia --windows 4 --json selection.json --plot selection.png
     """
+    check_writable(json_file)
+    check_writable(plot)
     with busy("Starting"):
         from siftkv.benchmarks import selection as bench
         from siftkv.benchmarks.texts import cut_windows, leading_tokens, read_text, tokenize
@@ -60,8 +62,8 @@ def selection(
 def drift(
     model: options.Model = "smollm2-135m",
     data: Annotated[str, typer.Option(help="A text file or shipped story.")] = TEXTS[0],
-    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.")] = 192,
-    triggers: Annotated[int, typer.Option(help="Triggers after the prompt.")] = 50,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens that are prefilled.")] = 192,
+    triggers: Annotated[int, typer.Option(min=1, help="Triggers after the prompt.")] = 50,
     interval: Annotated[int, typer.Option(help="Positions between triggers.")] = 8,
     budget: Annotated[int, typer.Option(help="Tokens that a head holds after a trigger.")] = 128,
     dtype: options.Dtype = "auto",
@@ -76,6 +78,8 @@ def drift(
       siftkv bench drift
       siftkv bench drift --triggers 20 --budget 256 --json drift.json --plot drift.png
     """
+    check_writable(json_file)
+    check_writable(plot)
     with busy("Starting"):
         from siftkv.benchmarks import drift as bench
         from siftkv.benchmarks.texts import cut_windows, leading_tokens, read_text, tokenize

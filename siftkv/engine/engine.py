@@ -22,7 +22,7 @@ from siftkv.engine.report import kv_report
 from siftkv.engine.runner import Runner
 from siftkv.engine.sampler import NonFiniteLogits, Sampler, SamplingRow
 from siftkv.engine.sampling_params import SamplingParams
-from siftkv.engine.scheduler import Preemption, Scheduler
+from siftkv.engine.scheduler import Admission, Preemption, Scheduler
 from siftkv.engine.sequence import Sequence
 from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
 from siftkv.models import Decoder, ModelConfig
@@ -50,6 +50,7 @@ class Engine:
         preemption: Preemption = "swap",
         swap_bytes: int = 1 << 30,
         check_integrity: bool = False,
+        admission: Admission = "careful",
     ) -> None:
         self.config = config
         self.cache = cache
@@ -57,7 +58,7 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_model_len = max_model_len
         self.runner = Runner(decoder, cache)
-        self.scheduler = Scheduler(cache, max_batched_tokens, preemption, swap_bytes)
+        self.scheduler = Scheduler(cache, max_batched_tokens, preemption, swap_bytes, admission)
         self.sampler = Sampler()
         self.check_integrity = check_integrity
         self._flight: Flight | None = None

@@ -51,6 +51,8 @@ class ForcedRun:
         for row in self.rows:
             if len(row.forced_ids) != self.steps:
                 raise RequestError("all rows must feed the same number of tokens")
+            if not row.prompt_ids:
+                raise RequestError("a row has an empty prompt: give at least one token")
             engine.check_prompt([*row.prompt_ids, *row.forced_ids])
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from siftkv.engine.guard import warn_of_fragile_keys
 from siftkv.engine.memory import cache_budget
 from siftkv.engine.outputs import RequestOutput, StreamChunk
 from siftkv.engine.sampling_params import SamplingParams
-from siftkv.engine.scheduler import Preemption
+from siftkv.engine.scheduler import Admission, Preemption
 from siftkv.engine.sequence import Sequence
 from siftkv.engine.sizing import PoolRequest, plan_spec
 from siftkv.errors import RequestError, SiftKVError
@@ -49,10 +49,11 @@ class LLM:
         1 GiB, or what one request of `max_model_len` tokens takes in the pool's most precise format, if that is more.
     conditioning: `full`, `bias` or `none`, see `siftkv.engine.conditioning`; `full` changes the model's weights in
         place, exactly. kernels: `auto`, `numba`, `cuda` or `reference`.
-    preemption: `swap` or `recompute` what is evicted when pages run out; swap_space_bytes bounds the former.
+    preemption: `swap` or `recompute` what is evicted when pages run out; swap_space_bytes bounds the former. admission:
+        `careful` leaves running requests room to grow, `greedy` starts all that fits now.
     enforce_eager: on a GPU, run decode steps without CUDA graphs.
     max_window, sink_rows: the largest `window` and `sinks` that a request's policy may ask for (default: those of `kv`,
-        at least 16 and 4).
+        at least 64 and 4; `sift` opens windows of its own size only).
 
     Raises ModelError, PolicyError, FormatError or SiftKVError with a message that says what to do.
     """
@@ -74,6 +75,7 @@ class LLM:
         kernels: str = "auto",
         preemption: Preemption = "swap",
         swap_space_bytes: int = 1 << 30,
+        admission: Admission = "careful",
         max_window: int | None = None,
         sink_rows: int | None = None,
         enforce_eager: bool = False,
@@ -82,6 +84,8 @@ class LLM:
         self.kv = parse_policy(kv)
         if preemption not in ("swap", "recompute"):
             raise SiftKVError(f"unknown preemption {preemption!r}: use swap or recompute")
+        if admission not in ("careful", "greedy"):
+            raise SiftKVError(f"unknown admission {admission!r}: use careful or greedy")
         self.model = model if isinstance(model, LoadedModel) else load_model(model, dtype, device)
         config, decoder = self.model.config, self.model.decoder
         self.conditioning = condition(self.model, conditioning)
@@ -119,6 +123,7 @@ class LLM:
             preemption,
             swap_space_bytes,
             check_integrity,
+            admission,
         )
         if self.cache.kernels.DEFERS_FAULTS and not enforce_eager:
             self.engine.runner.graphs = DecodeGraphs(decoder, self.cache)

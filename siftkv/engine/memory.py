@@ -9,7 +9,7 @@ from siftkv.attention.prefill import causal_attention
 from siftkv.errors import SiftKVError
 from siftkv.models import Decoder
 
-_RESERVE = 256 << 20
+_RESERVE = 640 << 20
 """Bytes left for what cannot be measured beforehand: libraries' work space, kernels compiled later."""
 
 

@@ -14,7 +14,7 @@ from siftkv.models import ModelConfig
 from siftkv.policies import Policy
 
 DEFAULT_MEMORY = 1 << 30
-MIN_WINDOW = 16
+MIN_WINDOW = 64
 MIN_SINKS = 4
 
 
@@ -56,7 +56,7 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
         num_pages=1,
         max_slots=_positive(asked.max_num_seqs, "max_num_seqs"),
         max_len=_context(config, asked.max_model_len),
-        max_window=max(MIN_WINDOW, asked.policy.window) if asked.max_window is None else asked.max_window,
+        max_window=_window(asked),
         page_bytes=choose_page_bytes(tiers, config.head_dim, asked.gpu),
         padding_slots=int(asked.gpu),
         query_rows=asked.policy.query_rows,
@@ -78,6 +78,13 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
             f"{spec.head_slots * a_page} more; raise it, or lower max_num_seqs or max_model_len"
         )
     return replace(spec, num_pages=int(pages))
+
+
+def _window(asked: PoolRequest) -> int:
+    """Rows of the ring: as asked, else room for other policies' usual windows, unless the policy counts every byte."""
+    if asked.max_window is not None:
+        return asked.max_window
+    return asked.policy.window if asked.policy.exact_window else max(MIN_WINDOW, asked.policy.window)
 
 
 def planned_bytes(spec: CacheSpec, conditioning: Conditioning) -> int:

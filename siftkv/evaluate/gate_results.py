@@ -18,6 +18,9 @@ from siftkv.evaluate.report import markdown_table, with_bounds
 
 METRICS = ("mean_kl", "p90_kl", "worst_decile_kl", "top1_agreement", "perplexity_ratio")
 
+_ROUNDING = 1e-6
+"""Mean KL, nats a token, up to which two caches differ by the order of sums alone."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -47,7 +50,7 @@ class Size:
 class GateSummary:
     """One setting. metrics: by the names of METRICS; KL in nats a token, agreement 0 to 1. texts: mean KL a text.
 
-    drift: mean KL of the last bucket by that of the first; None where the first has none.
+    drift: mean KL of the last bucket by that of the first; None where the first has none but rounding.
     """
 
     kv: str
@@ -60,7 +63,7 @@ class GateSummary:
     @property
     def drift(self) -> float | None:
         first, last = self.buckets[0].mean_kl.value, self.buckets[-1].mean_kl.value
-        return last / first if first > 0 else None
+        return last / first if first > _ROUNDING else None
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     """The word before the colon of a `kv` string."""
+    exact_window: ClassVar[bool] = False
+    """Whether a pool opened for this policy keeps windows of its size and no larger ones, because it counts them."""
 
     window: int
     """Recent tokens kept at 16 bits."""

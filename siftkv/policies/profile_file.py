@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
 from siftkv.errors import PolicyError
 
-VERSION = 1
+VERSION: Final = 1
 _MOST_BYTES = 1 << 24
 """Largest file that is read."""
 

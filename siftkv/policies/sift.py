@@ -59,6 +59,7 @@ class Sift(Policy):
     """
 
     name: ClassVar[str] = "sift"
+    exact_window: ClassVar[bool] = True
 
     ratio: float = 0.25
     high: str = "k4v4c"

@@ -150,3 +150,8 @@ def test_a_damaged_records_file_is_named(tmp_path: Path) -> None:
 
 def test_cells_cannot_break_a_table() -> None:
     assert markdown_table(["a", "b"], [["x|y\nz", "1"]]) == "| a | b |\n| :-- | --: |\n| x\\|y z | 1 |"
+
+
+def test_no_drift_is_told_from_rounding_errors() -> None:
+    [summary], _ = gate_results.summarise([made([1e-9] * 50 + [0.1] * 50)], buckets=2, resamples=20)
+    assert summary.drift is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from siftkv import SamplingParams, parse_policy
+from siftkv.engine.forced import ForcedRow, ForcedRun
 from siftkv.errors import OutOfPages, RequestError
 from siftkv.evaluate.generation import Request, complete
 from siftkv.evaluate.stepping import Script, SteppedRow, step_rows
@@ -82,3 +83,9 @@ def test_completions_come_as_they_end_and_an_early_stop_frees_the_rest() -> None
     run.close()
     assert llm.cache.free_pages == llm.cache.spec.num_pages
     assert not llm.engine.has_work
+
+
+def test_a_row_without_a_prompt_is_refused() -> None:
+    llm = tiny_llm("full")
+    with pytest.raises(RequestError, match="empty prompt"):
+        ForcedRun(llm.engine, [ForcedRow([], [5, 6], llm.kv)])

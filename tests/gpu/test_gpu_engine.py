@@ -29,6 +29,7 @@ def open_llm(device: str = "cuda", kv: str = "diffkv", eos: tuple[int, ...] = (0
     decoder = random_model(CONFIG, 0, torch.float32, "cpu").to(torch.bfloat16).to(device)
     model = LoadedModel(CONFIG, decoder, tiny_tokenizer(), "tiny")
     defaults: dict[str, object] = {"max_num_seqs": 5, "max_model_len": 1024, "formats": ["bf16"]}
+    defaults |= {"kv_cache_memory_bytes": 1 << 29, "admission": "greedy"}
     return LLM(model, kv, **(defaults | settings))  # type: ignore[arg-type]
 
 

@@ -33,6 +33,7 @@ def open_llm(kv: str = HARDKV, **settings: object) -> LLM:
     decoder = random_model(CONFIG, 0, torch.float32, "cpu").to(torch.bfloat16).to("cuda")
     model = LoadedModel(CONFIG, decoder, tiny_tokenizer(), "tiny")
     defaults: dict[str, object] = {"max_num_seqs": 5, "max_model_len": 1024, "formats": ["bf16", "k8v4", "k4v2"]}
+    defaults |= {"kv_cache_memory_bytes": 1 << 29, "admission": "greedy"}
     return LLM(model, kv, **(defaults | settings))  # type: ignore[arg-type]
 
 

@@ -393,7 +393,7 @@ def test_what_does_not_fit_the_engine_is_refused() -> None:
         llm.generate([prompt(9)], greedy(2), KV)
     with pytest.raises(PolicyError, match="leave nothing of a context"):
         llm_of("hardkv:window=60", max_model_len=64)
-    roomy = llm_of("hardkv:window=8", max_model_len=64)
+    roomy = llm_of("hardkv:window=8", max_model_len=64, max_window=62)
     with pytest.raises(PolicyError, match="leave nothing of a context"):
         roomy.generate([prompt(9)], greedy(2), "hardkv:window=62")
     with pytest.raises(PolicyError, match="less than a page"):
