@@ -98,9 +98,12 @@ class CacheSpec:
         for index, tier in enumerate(self.tiers):
             if tier.format == wanted.format:
                 if lacking := [name for name in TIER_STATE if getattr(tier, name) < getattr(wanted, name)]:
+                    # Declared dense formats keep no state beside keys and values, and none keep votes.
+                    hopeless = wanted.format.dense or {"votes", "weights"} & set(lacking)
+                    declared = "" if hopeless else f"with formats that include {wanted.name}, or "
                     raise FormatError(
                         f"this pool keeps no {lacking[0]} beside {wanted.name}, which this policy reads: "
-                        f"open it with formats that include {wanted.name}, or with that policy as its default"
+                        f"open it {declared}with that policy as its default"
                     )
                 return index
         names = ", ".join(t.name for t in self.tiers)

@@ -23,7 +23,9 @@ _E5M3_MAX_BITS = 0xF7
 
 
 def half_bits_toward_zero(x: Tensor) -> Tensor:
-    """fp16 bit patterns (int32) of non-negative fp32 `x`, rounded towards zero, saturating at 65504."""
+    """fp16 bit patterns (int32) of non-negative fp32 `x`, rounded towards zero, saturating at 65504; below the smallest
+    normal number, 2^-14, to the nearest.
+    """
     bits = (x * 2.0**-112).view(torch.int32) >> 13
     return bits.clamp_max(_HALF_MAX_BITS)
 
