@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,10 +32,12 @@ class BoundPolicy:
     """
 
     def __init__(self, policy: Policy, spec: CacheSpec) -> None:
-        self.policy = policy
         self.name = policy.describe()
         self.key: Hashable = policy_key(policy)
         """What policies that behave alike have in common."""
+        if policy.any_window and policy.window > spec.max_window:
+            policy = replace(policy, window=spec.max_window)  # type: ignore[type-var]
+        self.policy = policy
         self._tiers = [spec.tier_index(tier) for tier in policy.tiers(dense_name(spec.dtype))]
         if policy.window > spec.max_window or policy.sinks > spec.sink_rows:
             raise PolicyError(

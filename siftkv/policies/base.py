@@ -118,6 +118,8 @@ class Policy(ABC):
     """The word before the colon of a `kv` string."""
     exact_window: ClassVar[bool] = False
     """Whether a pool opened for this policy keeps windows of its size and no larger ones, because it counts them."""
+    any_window: ClassVar[bool] = False
+    """Whether the window only says where tokens stand, not what they are: a pool with smaller windows does as well."""
 
     window: int
     """Recent tokens kept at 16 bits."""

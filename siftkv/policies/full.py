@@ -21,6 +21,7 @@ class Full(Policy):
     """
 
     name: ClassVar[str] = "full"
+    any_window: ClassVar[bool] = True
 
     window: int = 16
     sinks: int = 0

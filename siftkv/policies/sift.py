@@ -64,7 +64,7 @@ class Sift(Policy):
     ratio: float = 0.25
     high: str = "k4v4c"
     low: str = "k4v2c"
-    contrast: float = 10.0
+    contrast: float = 30.0
     blend: float = 0.5
     observe: int = 256
     pool: int = 15

@@ -97,7 +97,7 @@ def test_an_engine_holds_the_ratio_while_it_decodes(ratio: float) -> None:
         assert kept > 0.02
     assert short.kv is not None
     assert long.kv is not None
-    assert long.kv.ratio <= short.kv.ratio * 1.05
+    assert long.kv.ratio <= short.kv.ratio * 1.15
 
 
 @pytest.mark.parametrize(
