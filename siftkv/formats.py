@@ -88,13 +88,6 @@ class TierFormat:
         return self.key_bits, self.value_bits, self.key_groups, self.value_groups, not self.compact
 
     @property
-    def nominal_bits(self) -> float:
-        """Bits of codes per channel, keys and values averaged: the figure papers call compression. Never what memory
-        holds.
-        """
-        return (self.key_bits + self.value_bits) / 2
-
-    @property
     def key_meta_bytes(self) -> int:
         """Bytes of key scales and zero-points a token."""
         return 2 * META_BYTES * self.key_groups

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from siftkv.cache import KVCache, dense_name
+from siftkv.cache import KVCache
 from siftkv.engine.conditioning import condition
 from siftkv.engine.engine import Engine
 from siftkv.engine.graphs import DecodeGraphs
@@ -134,11 +134,6 @@ class LLM:
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer."""
         return self.model.tokenizer
-
-    @property
-    def dense_format(self) -> str:
-        """Name of the model's own 16/32-bit format."""
-        return dense_name(self.cache.spec.dtype)
 
     def generate(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 from siftkv.data import TEXTS, read_text
@@ -51,9 +52,9 @@ class Probe(Task):
         name = f"{self.name}-{index}"
         return Problem(self.name, name, message, f"{message}\nAnswer:", ("\n\n",), {"object": answer})
 
+    @abstractmethod
     def _ask(self, rng: random.Random) -> tuple[str, str, dict[str, Any]]:
         """Facts, question and the object that answers it."""
-        raise NotImplementedError
 
 
 class StrictJSON(Probe):

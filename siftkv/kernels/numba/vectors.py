@@ -227,18 +227,6 @@ def load_codes16(typing, array, index, shift, mask):
     return vector(array, types.intp, types.int32, types.int32), code
 
 
-@intrinsic
-def store_codes16(typing, array, index, value):
-    """Write sixteen whole numbers from 0 to 255 as bytes."""
-
-    def code(context, builder, signature, args):
-        codes = builder.trunc(builder.fptosi(args[2], lanes_of(I32)), lanes_of(I8))
-        builder.store(codes, address(context, builder, array, args[0], args[1], I8), align=1)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, vector), code
-
-
 def _half_value(builder: Any, bits: Any) -> Any:
     """fp32 of finite fp16 bit patterns in 32-bit lanes whose upper half is clear."""
     magnitude = builder.shl(builder.and_(bits, constant(I32, 0x7FFF)), constant(I32, 13))
