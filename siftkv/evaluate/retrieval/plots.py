@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def _by_depth(scores: Sequence[Score], path: Path, title: str) -> None:
             if c.depth is not None:
                 grid[depths.index(c.depth), lengths.index(c.length)] = c.score
         image = _heatmap(axis, grid, [f"{d:.0%}" for d in depths], [str(n) for n in lengths])
-        axis.set_title(f"{s.kv} ({s.ratio:.0%} of bf16)\n{s.task}", loc="left", fontsize=8)
+        _name(axis, f"{s.kv} ({s.ratio:.0%} of bf16)", len(lengths), s.task)
     for axis in panels[:, 0]:
         axis.set_ylabel("depth of the answer", fontsize=8)
     _finish(figure, panels, image, path, title)
@@ -63,8 +64,14 @@ def _by_task(scores: Sequence[Score], path: Path, title: str) -> None:
             for c in s.cells:
                 grid[tasks.index(s.task), lengths.index(c.length)] = c.score
         image = _heatmap(axis, grid, tasks if axis is panels[0][0] else [""] * len(tasks), [str(n) for n in lengths])
-        axis.set_title(f"{kv}\n({own[0].ratio:.0%} of bf16)", loc="left", fontsize=8)
+        _name(axis, f"{kv} ({own[0].ratio:.0%} of bf16)", len(lengths))
     _finish(figure, panels, image, path, title)
+
+
+def _name(axis: Any, setting: str, lengths: int, *below: str) -> None:
+    """A panel's title, in lines that end before the next panel: a `kv` string has no spaces to break at."""
+    lines = wrap(setting.replace(",", ", "), 18 + 7 * lengths)
+    axis.set_title("\n".join([*(line.replace(", ", ",") for line in lines), *below]), loc="left", fontsize=8)
 
 
 def _heatmap(axis: Any, grid: Any, rows: Sequence[str], columns: Sequence[str]) -> Any:
