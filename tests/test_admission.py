@@ -28,13 +28,38 @@ def test_careful_admission_leaves_room_to_grow() -> None:
     assert preemptions["careful"] == 0
 
 
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
 def test_careful_admission_learns_that_answers_are_short() -> None:
     llm = tight_pool("careful")
     scheduler = llm.engine.scheduler
-    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    assert not scheduler._fits_at_its_end(*queued(llm, long))
+    assert not scheduler._fits_until_it_ends(*queued(llm, LONG))
+    stops_at_once = SamplingParams(temperature=0, max_tokens=4, stop_token_ids=list(range(97)))
+    llm.generate([prompt(20)] * 30, stops_at_once)
+    assert scheduler._fits_until_it_ends(*queued(llm, LONG))
+
+
+def test_answers_cut_at_a_low_limit_do_not_make_later_ones_short() -> None:
+    llm = tight_pool("careful")
     llm.generate([prompt(20)] * 30, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    assert scheduler._fits_at_its_end(*queued(llm, long))
+    assert not llm.engine.scheduler._fits_until_it_ends(*queued(llm, LONG))
+
+
+def test_the_forecast_is_the_fullest_moment_of_steady_growth() -> None:
+    """Beside a request that ends soon, a long one needs less than both would at their ends."""
+    llm = tight_pool("careful", pages=400)
+    forecast = llm.engine.scheduler.forecast
+    brief, long = (queued(llm, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))[0] for n in (10, 100))
+    alone = [forecast.peak_pages([s]) for s in (brief, long)]
+    together = forecast.peak_pages([brief, long])
+    assert max(alone) <= together < sum(alone)
+    walked = max(
+        sum(forecast._worst_pages(s, now) for s, length in ((brief, 10), (long, 100)) if now <= length)
+        for now in range(101)
+    )
+    assert abs(together - walked) <= 2 * llm.cache.spec.head_slots
+    assert forecast.peak_pages([brief, brief]) == 2 * alone[0]
 
 
 def queued(llm: LLM, params: SamplingParams) -> tuple[Sequence, list[Sequence]]:

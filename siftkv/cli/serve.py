@@ -108,7 +108,7 @@ def serve(
     preemption: Annotated[
         str, typer.Option(help="swap or recompute what gives its pages up.", rich_help_panel=_ENGINE)
     ] = "swap",
-    swap_space: Annotated[str, typer.Option(help="Host memory for swapping.", rich_help_panel=_ENGINE)] = "1GiB",
+    swap_space: Annotated[str, typer.Option(help="Host memory for swapping.", rich_help_panel=_ENGINE)] = "4GiB",
     max_window: Annotated[
         int | None,
         typer.Option(

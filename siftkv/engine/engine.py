@@ -48,7 +48,7 @@ class Engine:
         max_model_len: int,
         max_batched_tokens: int = 8192,
         preemption: Preemption = "swap",
-        swap_bytes: int = 1 << 30,
+        swap_bytes: int = 4 << 30,
         check_integrity: bool = False,
         admission: Admission = "careful",
     ) -> None:
@@ -233,7 +233,7 @@ class Engine:
         for row, (sequence, failure) in enumerate(zip(sequences, failures, strict=True)):
             if failure is None:
                 good.append(row)
-                self.scheduler.learn(sequence, held[row])
+                self.scheduler.forecast.learn_pages(sequence, held[row])
             elif isinstance(failure, OutOfPages):
                 short.append(sequence)
             else:

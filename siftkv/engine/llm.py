@@ -74,7 +74,7 @@ class LLM:
         conditioning: str = "full",
         kernels: str = "auto",
         preemption: Preemption = "swap",
-        swap_space_bytes: int = 1 << 30,
+        swap_space_bytes: int = 4 << 30,
         admission: Admission = "careful",
         max_window: int | None = None,
         sink_rows: int | None = None,

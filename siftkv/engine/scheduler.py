@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from siftkv.cache import KVCache
+from siftkv.engine.forecast import Forecast
 from siftkv.engine.sequence import Sequence, Status
 from siftkv.errors import OutOfPages
 
 Preemption = Literal["swap", "recompute"]
 Admission = Literal["careful", "greedy"]
-
-_ESTIMATE_MARGIN = 1.1
-_LEARNING_RATE = 0.3
-_REMEMBERED_POLICIES = 256
-_FIRST_GUESS = 1024
-"""Tokens that an answer is expected to have, at most, before any has ended."""
-_OUTPUT_RATE = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,7 @@ class Scheduler:
     preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last;
         `recompute`, and the fallback, prefills the prompt again and feeds the generated tokens through the decode
         policy.
-    admission: `careful` starts a prompt only if everything that runs is expected to fit when it ends, by the lengths
+    admission: `careful` starts a prompt only if everything that runs is expected to fit until it ends, by the lengths
         of answers that ended and each request's `max_tokens`; `greedy` whenever its prompt fits now.
     """
 
@@ -51,7 +44,7 @@ class Scheduler:
         cache: KVCache,
         max_batched_tokens: int,
         preemption: Preemption = "swap",
-        swap_bytes: int = 1 << 30,
+        swap_bytes: int = 4 << 30,
         admission: Admission = "careful",
     ) -> None:
         self.cache = cache
@@ -62,9 +55,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.swapped: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._page_share: OrderedDict[Hashable, float] = OrderedDict()
+        self.forecast = Forecast(cache)
         self._hold_prompts = False
-        self._mean_output: float | None = None
 
     @property
     def swapped_bytes(self) -> int:
@@ -101,15 +93,13 @@ class Scheduler:
         if self.swapped:
             first = self.swapped[0].swapped
             return first is not None and first.num_pages + self.cache.spec.head_slots <= free_pages
-        if not self.waiting or self._expected_pages(self.waiting[0]) > free_pages:
+        if not self.waiting or self.forecast.start_pages(self.waiting[0]) > free_pages:
             return False
-        return self._fits_at_its_end(self.waiting[0], self.running)
+        return self._fits_until_it_ends(self.waiting[0], self.running)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it stands, and give its pages back."""
-        if sequence.finish_reason in ("stop", "length"):
-            count, known = len(sequence.output_ids), self._mean_output
-            self._mean_output = count if known is None else known + _OUTPUT_RATE * (count - known)
+        self.forecast.learn_output(sequence)
         for queue in (self.waiting, self.swapped, self.running):
             if sequence in queue:
                 queue.remove(sequence)
@@ -136,42 +126,11 @@ class Scheduler:
         self._hold_prompts = True
         return hopeless
 
-    def learn(self, sequence: Sequence, pages: int) -> None:
-        """Remember what share of the worst case a prompt under this policy really took."""
-        worst = self._worst_pages(sequence)
-        if worst:
-            known = self._page_share.pop(sequence.policy.key, 1.0)
-            share = pages / worst
-            self._page_share[sequence.policy.key] = max(share, known + _LEARNING_RATE * (share - known))
-            if len(self._page_share) > _REMEMBERED_POLICIES:
-                self._page_share.popitem(last=False)
-
-    def _worst_pages(self, sequence: Sequence, output: int | None = None) -> int:
-        """All tokens in the policy's largest format, and a part page in each of its other tiers, in every head; with
-        `output` generated tokens (default: those that there are).
-        """
-        policy = sequence.policy
-        output = len(sequence.output_ids) if output is None else output
-        tokens = len(sequence.prompt_ids) + output - policy.policy.window - policy.policy.sinks
-        if tokens <= 0:
-            return 0
-        return self.cache.spec.head_slots * (-(-tokens // policy.tokens_a_page) + policy.tiers_used - 1)
-
-    def _last_pages(self, sequence: Sequence) -> float:
-        """Pages that a sequence is expected to hold when it ends."""
-        guess = _FIRST_GUESS if self._mean_output is None else self._mean_output
-        output = max(len(sequence.output_ids), min(sequence.max_tokens, int(guess)))
-        return self._worst_pages(sequence, output) * self._page_share.get(sequence.policy.key, 1.0)
-
-    def _fits_at_its_end(self, sequence: Sequence, others: list[Sequence]) -> bool:
+    def _fits_until_it_ends(self, sequence: Sequence, others: list[Sequence]) -> bool:
         """Whether the pool is expected to hold a sequence beside others until they end."""
         if self.admission == "greedy" or not others:
             return True
-        return sum(map(self._last_pages, others)) + self._last_pages(sequence) <= self.cache.spec.num_pages
-
-    def _expected_pages(self, sequence: Sequence) -> int:
-        share = 1.0 if sequence.prefill_failures else self._page_share.get(sequence.policy.key, 1.0)
-        return int(self._worst_pages(sequence) * min(1.0, share * _ESTIMATE_MARGIN))
+        return self.forecast.peak_pages([sequence, *others]) <= self.cache.spec.num_pages
 
     def _slots(self, sequences: list[Sequence]) -> torch.Tensor:
         return torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.cache.state.pages.device)
@@ -195,7 +154,7 @@ class Scheduler:
         free, tokens = self.cache.free_pages - self._bound(), 0
         while self.waiting and self.cache.free_slots:
             sequence = self.waiting[0]
-            expected = self._expected_pages(sequence)
+            expected = self.forecast.start_pages(sequence)
             tokens += len(sequence.prompt_ids)
             alone = not self.running and not prompts
             if prompts and sequence.prefill_failures:  # it failed beside others: the next try is by itself
@@ -203,7 +162,7 @@ class Scheduler:
             room_for_a_step = self.cache.spec.head_slots
             if not alone and (expected + room_for_a_step > free or (prompts and tokens > self.max_batched_tokens)):
                 break
-            if not self._fits_at_its_end(sequence, self.running + prompts):
+            if not self._fits_until_it_ends(sequence, self.running + prompts):
                 break
             free -= expected
             sequence.slot = self.cache.admit(sequence.policy.rule)
