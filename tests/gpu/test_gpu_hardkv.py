@@ -40,6 +40,8 @@ def open_llm(kv: str = HARDKV, **settings: object) -> LLM:
 @pytest.mark.parametrize("setting", ["", ",budget=96", ",format=k8v4", ",metric=snapkv", ",metric=rkv,memory=true"])
 def test_graphs_and_eager_steps_trigger_alike(setting: str) -> None:
     kv = HARDKV + setting
+    if "snapkv" in kv:  # pooled scores of random weights are nearly equal: half their mass takes every token
+        kv = kv.replace("p=0.5", "p=0.05")
     mixed = [kv, kv, "full", kv, "diffkv"]
     eager = open_llm(kv, enforce_eager=True, check_integrity=True).generate(prompts(), GREEDY, mixed)
     llm = open_llm(kv, check_integrity=True)
@@ -55,10 +57,17 @@ def test_graphs_and_eager_steps_trigger_alike(setting: str) -> None:
 
 
 def test_with_p_of_one_it_is_the_full_engine() -> None:
+    """Through every trigger: no token goes, and logits differ by no more than the order of 16-bit sums makes them."""
     kv = HARDKV.replace("p=0.5", "p=1")
     llm = open_llm(kv, formats=["bf16"])
-    ours, full = llm.generate([prompts()[3]] * 2, GREEDY, [kv, "full:window=32"])
-    assert ours.token_ids == full.token_ids
+    forced = prompts()[0]
+    rows = [ForcedRow(prompts()[3], forced, parse_policy(name)) for name in (kv, "full:window=32")]
+    run = ForcedRun(llm.engine, rows)
+    ours, full = torch.stack([x.float().log_softmax(-1) for x in run], 1)
+    assert run.cascades[0] is not None
+    assert len(run.cascades[0].history) > 10
+    assert all(bool((t.kept == t.position).all()) for t in run.cascades[0].history)
+    assert float((full.exp() * (full - ours)).sum(-1).mean()) < 1e-3
 
 
 @pytest.mark.parametrize("metric", ["attention", "snapkv", "accumulated"])
