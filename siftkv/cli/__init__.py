@@ -13,6 +13,7 @@ import typer
 from siftkv.cli import (
     analyze,
     bench,
+    bench_engine,
     bench_gpu,
     bench_selection,
     bench_serve,
@@ -49,7 +50,8 @@ app.command()(demo.demo)
 app.command()(formats.formats)
 app.add_typer(models.app, name="models")
 bench.app.command()(bench_gpu.kernels)
-bench.app.command()(bench_gpu.throughput)
+bench.app.command()(bench_engine.throughput)
+bench.app.command()(bench_engine.prompt)
 bench.app.command()(bench_selection.selection)
 bench.app.command()(bench_selection.drift)
 bench.app.command()(bench_gpu.step)

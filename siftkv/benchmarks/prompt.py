@@ -1,0 +1,153 @@
+"""What sifting adds to a prompt pass on a GPU, and how long a long prompt holds up requests that are decoding.
+
+A Llama-3-8B shape with random bf16 weights. The bare pass is the same model with the same attention that keeps nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from siftkv.attention.prefill import ragged_attention
+from siftkv.benchmarks.resident import gpu_ms
+from siftkv.benchmarks.throughput import LLAMA3_8B, random_llama
+from siftkv.engine.llm import LLM
+from siftkv.engine.sampling_params import SamplingParams
+from siftkv.kernels.prompts import PromptBatch
+from siftkv.models import LoadedModel
+
+LONGEST = 32768
+CASES = ((8, 1024, "fixed"), (1, 8192, "diffkv"), (1, 8192, "diffkv:sample=1"), (1, LONGEST, "diffkv"))
+"""Prompts, tokens each, and how they are kept."""
+
+STALL_KV, STALL_BATCH, STALL_CONTEXT = "diffkv", 16, 1024
+_POOL = 16 << 30
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """Milliseconds of a prompt pass: bare, and with importance, sifting and storing."""
+
+    kv: str
+    prompts: int
+    tokens: int
+    bare_ms: float
+    ms: float
+
+    @property
+    def share(self) -> float:
+        """What sifting takes of the pass."""
+        return 1 - self.bare_ms / self.ms
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"share": self.share}
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Milliseconds between two tokens of running requests: usually, and across a long prompt's pass, which takes
+    `prompt_ms` by itself.
+    """
+
+    kv: str
+    batch: int
+    tokens: int
+    step_ms: float
+    gap_ms: float
+    prompt_ms: float
+
+    @property
+    def beyond(self) -> float:
+        """The gap by the prompt pass and a step."""
+        return self.gap_ms / (self.prompt_ms + self.step_ms)
+
+
+def run_prompts() -> tuple[list[PromptRow], Stall]:
+    """All figures. Raises SiftKVError where there is no CUDA device."""
+    model = random_llama(replace(LLAMA3_8B, max_position=2 * LONGEST))
+    rows = [measure_prompt(model, *case) for case in CASES]
+    alone = next(row.ms for row in rows if row.tokens == LONGEST)
+    return rows, measure_stall(model, alone)
+
+
+def measure_prompt(model: LoadedModel, prompts: int, tokens: int, kv: str) -> PromptRow:
+    """One case, median of some passes after one that compiles."""
+    with _engine(model, kv, prompts, tokens + 64) as llm:
+        ids = _tokens(model, prompts, tokens)
+        policy, cache = llm.engine.bind(llm.kv), llm.cache
+
+        def sifted() -> None:
+            slots = [cache.admit(policy.rule) for _ in range(prompts)]
+            _, failures = llm.engine.runner.prefill(ids, slots, [policy] * prompts)
+            cache.release(slots)
+            for failure in failures:
+                if failure is not None:
+                    raise failure
+
+        bare, whole = (_median_ms(work) for work in (lambda: _bare(model, ids), sifted))
+        return PromptRow(kv, prompts, tokens, bare, whole)
+
+
+@torch.inference_mode()
+def _bare(model: LoadedModel, prompts: list[list[int]]) -> None:
+    device, count, length = model.decoder.device, len(prompts), len(prompts[0])
+    batch = PromptBatch.of([0] * count, [length] * count, [(0, 0)] * count, [None] * count, device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ragged_attention(q, k, v, batch)[0]
+
+    positions = torch.arange(length, device=device).repeat(count)
+    spread = torch.full((count * length,), length, device=device)
+    hidden = model.decoder(torch.tensor(prompts, device=device).flatten(), positions, attend, spread)
+    model.decoder.logits(hidden[length - 1 :: length])
+
+
+def measure_stall(model: LoadedModel, prompt_ms: float) -> Stall:
+    """Requests decode; then a long prompt comes."""
+    with _engine(model, STALL_KV, STALL_BATCH + 1, LONGEST + 256) as llm:
+        engine = llm.engine
+        for ids in _tokens(model, STALL_BATCH, STALL_CONTEXT):
+            engine.add(ids, SamplingParams(temperature=0, max_tokens=160, ignore_eos=True), llm.kv)
+        times = [_step_ms(llm) for _ in range(96)]
+        engine.add(_tokens(model, 1, LONGEST)[0], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), llm.kv)
+        gap = max(_step_ms(llm) for _ in range(32))
+        return Stall(STALL_KV, STALL_BATCH, LONGEST, median(times[32:]), gap, prompt_ms)
+
+
+def _step_ms(llm: LLM) -> float:
+    """Until the next tokens of running requests are known on the host."""
+    begin = time.perf_counter()
+    while not any(chunk.token_ids for chunk in llm.engine.step()):
+        pass
+    return (time.perf_counter() - begin) * 1e3
+
+
+@contextmanager
+def _engine(model: LoadedModel, kv: str, slots: int, max_len: int) -> Iterator[LLM]:
+    llm = LLM(model, kv, max_num_seqs=slots, max_model_len=max_len, kv_cache_memory_bytes=_POOL)
+    try:
+        yield llm
+    finally:
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _tokens(model: LoadedModel, prompts: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[int]] = torch.randint(1, model.config.vocab_size, (prompts, length), generator=generator).tolist()
+    return found
+
+
+def _median_ms(work: Any) -> float:
+    work()
+    return median(gpu_ms(work) for _ in range(_REPEATS))
