@@ -1,7 +1,8 @@
 """How one token's key and value are stored, and how tokens share a page: the only source of these numbers, kernels
 included.
 
-A *format* is `k<key bits>v<value bits>` (`k8v4`: 8-bit keys, 4-bit values) or a 16/32-bit one (`bf16`, `fp16`, `fp32`).
+A *format* is `k<key bits>v<value bits>` (`k8v4`: 8-bit keys, 4-bit values) or a floating-point one (`bf16`, `fp16`,
+`fp32`; `fp8`: e4m3 with a scale of 1, as other engines keep keys and values in 8 bits by default).
 Suffixes: `_g<key groups><value groups>` for several scales a token (`k4v2_g24`), `c` for compact value metadata
 (`k4v2c`).
 
@@ -41,6 +42,9 @@ META_BYTES = 2
 """Bytes of one fp16 scale or zero-point."""
 
 DENSE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Formats of a model's own element types, which windows have too."""
+
+PLAIN_DTYPES = DENSE_DTYPES | {"fp8": torch.float8_e4m3fn}
 """Dense formats and the element type in which they keep keys and values."""
 
 _PATTERN = re.compile(r"k([1248])v([1248])(?:_g(\d)(\d))?(c?)")
@@ -50,7 +54,7 @@ _PATTERN = re.compile(r"k([1248])v([1248])(?:_g(\d)(\d))?(c?)")
 class TierFormat:
     """Storage of one token's key and value.
 
-    key_bits, value_bits: 1, 2, 4 or 8; 16 or 32 when `dense`.
+    key_bits, value_bits: 1, 2, 4 or 8; 8, 16 or 32 when `dense`.
     key_groups, value_groups: scale/zero pairs a token, each over a contiguous slice of channels.
     compact: value scale and zero-point in one byte each instead of fp16.
     """
@@ -67,13 +71,13 @@ class TierFormat:
     @lru_cache(maxsize=256)
     def parse(name: str) -> TierFormat:
         """`TierFormat.parse("k4v2_g24")`. Raises FormatError for a name that no format has."""
-        if name in DENSE_DTYPES:
-            bits = 32 if name == "fp32" else 16
+        if name in PLAIN_DTYPES:
+            bits = 8 * PLAIN_DTYPES[name].itemsize
             return TierFormat(name, bits, bits, 0, 0, dense=True)
         found = _PATTERN.fullmatch(name)
         if found is None:
             raise FormatError(
-                f"unknown format {name!r}: use bf16, fp16, fp32 or k<bits>v<bits> with 1, 2, 4 or 8 bits, "
+                f"unknown format {name!r}: use bf16, fp16, fp32, fp8 or k<bits>v<bits> with 1, 2, 4 or 8 bits, "
                 f"such as {', '.join(KNOWN_FORMATS[1:6])}"
             )
         key_bits, value_bits = int(found[1]), int(found[2])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from siftkv.formats import PageLayout
 
 DEFAULT_HEAD_DIM = 128
-EXAMPLES = ("k8v4c", "k4v4c", "k4v2c", "k4v4_g22", "k4v2_g24", "k4v2_g24c")
+EXAMPLES = ("fp8", "k8v4c", "k4v4c", "k4v2c", "k4v4_g22", "k4v2_g24", "k4v2_g24c")
 """Formats shown besides the known ones: compact value metadata (`c`) and several scales a token (`_g`)."""
 
 _FIRST = ("format", "bits\nk/v", "state\nB", "token\nB")

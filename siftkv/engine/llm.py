@@ -111,7 +111,7 @@ class LLM:
             self.conditioning,
         )
         warn_of_fragile_keys(self.model, conditioning, spec.tiers)
-        self.cache = KVCache(spec, self.conditioning, get_kernels(kernels, decoder.device, decoder.dtype))
+        self.cache = KVCache(spec, self.conditioning, get_kernels(kernels, decoder.device, decoder.dtype, spec.tiers))
         self.engine = Engine(
             config,
             decoder,

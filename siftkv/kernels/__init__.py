@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from siftkv.errors import SiftKVError
+from siftkv.errors import FormatError, SiftKVError
+from siftkv.formats import DENSE_DTYPES, Tier
 from siftkv.kernels.prompts import PromptBatch
 from siftkv.kernels.state import CacheState
 
@@ -65,13 +67,22 @@ class Kernels(Protocol):
     def refused_layers(self, state: CacheState) -> Tensor: ...
 
 
-def get_kernels(name: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Kernels:
-    """Kernel bodies by name for a device and a model's dtype.
+def get_kernels(
+    name: str = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tiers: Iterable[Tier] = (),
+) -> Kernels:
+    """Kernel bodies by name for a device, a model's dtype and a pool's tiers.
 
-    `auto` takes numba on a CPU, cuda for 16-bit models on GPUs of compute capability 9.0 and later, else the reference.
+    `auto` takes numba on a CPU, cuda for 16-bit models on GPUs that these kernels serve, else the reference; and the
+    reference for a pool with `fp8`, a baseline that only it knows. Raises FormatError where other bodies are asked for.
     """
+    alone = [tier.name for tier in tiers if tier.format.dense and tier.name not in DENSE_DTYPES]
     if name == "auto":
-        name = _best(torch.device(device), dtype)
+        name = "reference" if alone else _best(torch.device(device), dtype)
+    elif alone and name in BACKENDS[1:]:
+        raise FormatError(f"kernels {name!r} do not serve {alone[0]}: use kernels='auto' or 'reference'")
     module: ModuleType
     if name == "reference":
         from siftkv.kernels import reference as module
@@ -87,5 +98,8 @@ def get_kernels(name: str = "auto", device: torch.device | str = "cpu", dtype: t
 def _best(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cpu":
         return "numba"
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return "cuda" if hopper and dtype in (torch.bfloat16, torch.float16) else "reference"
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "reference"
+    from siftkv.kernels.cuda.compile import serves
+
+    return "cuda" if serves(device) else "reference"

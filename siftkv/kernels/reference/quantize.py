@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siftkv.formats import DENSE_DTYPES, VOTE_BYTES, WEIGHT_BYTES, PageLayout, TierFormat
+from siftkv.formats import PLAIN_DTYPES, VOTE_BYTES, WEIGHT_BYTES, PageLayout, TierFormat
 from siftkv.kernels.reference.fit import FITTED_BITS, Levels, levels_of, nearest_codes
 
 SCORE_SCALE = 2.0**15
@@ -164,8 +164,7 @@ def encode(
     """
     fmt = layout.format
     if fmt.dense:
-        dtype = DENSE_DTYPES[fmt.name]
-        parts = [_as_bytes(k.to(dtype)), _as_bytes(v.to(dtype))]
+        parts = [_as_bytes(_saturated(x, PLAIN_DTYPES[fmt.name])) for x in (k, v)]
     else:
         parts = [*_encode_half(k, fmt.key_bits, fmt.key_groups), *_encode_values(v, fmt)]
     if layout.tier.scores:
@@ -179,6 +178,13 @@ def encode(
         weight = torch.zeros_like(score, dtype=torch.float32) if weight is None else weight
         parts.append(_as_bytes(weight.float()[..., None]))
     return torch.cat(parts, -1)
+
+
+def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In 8 bits a number out of range becomes the largest that there is; PyTorch alone would make it NaN."""
+    if dtype.itemsize == 1:
+        x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return x.to(dtype)
 
 
 def _reinterpret(raw: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,7 +209,7 @@ def decode(layout: PageLayout, record: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     rest = layout.token_bytes - sum(sizes)
     key, key_meta, value, value_meta, state = record.split([*sizes, rest], -1)
     if fmt.dense:
-        dtype = DENSE_DTYPES[fmt.name]
+        dtype = PLAIN_DTYPES[fmt.name]
         k, v = _reinterpret(key, dtype).float(), _reinterpret(value, dtype).float()
     else:
         scale, zero = _reinterpret(key_meta, torch.float16).float().unflatten(-1, (-1, 2)).unbind(-1)
