@@ -14,17 +14,17 @@ from torch import Tensor
 from siftkv.cache import KVCache
 from siftkv.engine.binding import BoundPolicy, policy_key
 from siftkv.engine.cascade import cascade_of, run_due
+from siftkv.engine.delivery import Delivery
 from siftkv.engine.detokenizer import Decoder as Detokenize
 from siftkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
-from siftkv.engine.outputs import StreamChunk, TokenLogprob
+from siftkv.engine.outputs import StreamChunk
 from siftkv.engine.pipeline import Flight, flies, most_pages
-from siftkv.engine.report import kv_report
 from siftkv.engine.runner import Runner
 from siftkv.engine.sampler import NonFiniteLogits, Sampler, SamplingRow
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.engine.scheduler import Admission, Preemption, Scheduler
 from siftkv.engine.sequence import Sequence
-from siftkv.errors import NumericsError, OutOfPages, RequestError, SiftKVError
+from siftkv.errors import NumericsError, OutOfPages, RequestError
 from siftkv.models import Decoder, ModelConfig
 from siftkv.models.fingerprint import model_fingerprint
 from siftkv.policies import Policy
@@ -59,6 +59,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.runner = Runner(decoder, cache)
         self.scheduler = Scheduler(cache, max_batched_tokens, preemption, swap_bytes, admission)
+        self.delivery = Delivery(cache, self.scheduler, self.eos_token_ids)
         self.sampler = Sampler()
         self.check_integrity = check_integrity
         self._flight: Flight | None = None
@@ -158,7 +159,7 @@ class Engine:
     def abort(self, request_id: str) -> list[StreamChunk]:
         """End a request at once, wherever it stands; its pages return. Unknown ids are ignored."""
         live = [s for s in self._live.get(request_id, []) if s.finish_reason is None]
-        chunks = [self._finish(sequence, "abort") for sequence in live]
+        chunks = [self.delivery.finish(sequence, "abort") for sequence in live]
         self._verify()
         return chunks
 
@@ -171,7 +172,7 @@ class Engine:
             chunks = self._land(self._flight)
         else:
             batch = self.scheduler.schedule()
-            chunks = [self._finish(sequence, "abort") for sequence in batch.failed]
+            chunks = [self.delivery.finish(sequence, "abort") for sequence in batch.failed]
             if batch.prefill:
                 chunks += self._prefill(batch.prefill)
             elif batch.decode and self._may_fly(batch.decode):
@@ -214,7 +215,9 @@ class Engine:
             if sequence.finish_reason is None:  # else it ended by itself or was aborted while this step was on its way
                 sequence.fed += 1
                 error = NumericsError("NaN or infinity in the cache or the logits of a generated token")
-                chunks.append(self._append(sequence, token, None) if ok else self._fail(sequence, error))
+                chunks.append(
+                    self.delivery.append(sequence, token, None) if ok else self.delivery.fail(sequence, error)
+                )
         return chunks
 
     def _verify(self) -> None:
@@ -237,9 +240,9 @@ class Engine:
             elif isinstance(failure, OutOfPages):
                 short.append(sequence)
             else:
-                chunks.append(self._fail(sequence, failure))
+                chunks.append(self.delivery.fail(sequence, failure))
         hopeless = self.scheduler.requeue(short, len(sequences)) if short else []
-        chunks += [self._fail(sequence, self._too_large(sequence)) for sequence in hopeless]
+        chunks += [self.delivery.fail(sequence, self._too_large(sequence)) for sequence in hopeless]
         return chunks + self._next_tokens([sequences[row] for row in good], logits[good])
 
     def _too_large(self, sequence: Sequence) -> OutOfPages:
@@ -259,7 +262,9 @@ class Engine:
                 good.append(row)
             else:
                 chunks.append(
-                    self._fail(sequence, NumericsError("NaN or infinity in the keys or values of a generated token"))
+                    self.delivery.fail(
+                        sequence, NumericsError("NaN or infinity in the keys or values of a generated token")
+                    )
                 )
         return chunks + self._next_tokens([sequences[row] for row in good], logits[good])
 
@@ -276,66 +281,12 @@ class Engine:
             except NonFiniteLogits as error:
                 wrong = {rows[i] for i in error.rows}
                 chunks += [
-                    self._fail(sequences[row], NumericsError("the model gave NaN or infinite logits")) for row in wrong
+                    self.delivery.fail(sequences[row], NumericsError("the model gave NaN or infinite logits"))
+                    for row in wrong
                 ]
                 rows = [row for row in rows if row not in wrong]
                 continue
             for row, token, logprob in zip(rows, drawn.token_ids, drawn.logprobs, strict=True):
-                chunks.append(self._append(sequences[row], token, logprob))
+                chunks.append(self.delivery.append(sequences[row], token, logprob))
             break
         return chunks
-
-    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> StreamChunk:
-        params, stops = sequence.params, sequence.stops
-        sequence.first_token = sequence.first_token or time.perf_counter()
-        sequence.output_ids.append(token)
-        if logprob is not None:
-            sequence.logprobs.append(logprob)
-        count = len(sequence.output_ids)
-        may_stop = count > params.min_tokens
-        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
-            sequence.stop_reason = None if token in self.eos_token_ids else token
-            return self._finish(sequence, "stop", [token], logprob, may_stop=False)
-        text = stops.append(sequence.detokenizer.append(token), may_stop=may_stop)
-        if stops.stop_reason is not None:
-            sequence.stop_reason = stops.stop_reason
-            return self._finish(sequence, "stop", [token], logprob, text, closed=True)
-        if count >= sequence.max_tokens:
-            return self._finish(sequence, "length", [token], logprob, text, may_stop=may_stop)
-        return self._chunk(sequence, text, [token], logprob)
-
-    def _fail(self, sequence: Sequence, error: SiftKVError) -> StreamChunk:
-        sequence.error = type(error)(f"request {sequence.request_id}: {error}")
-        return self._finish(sequence, "abort")
-
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: str,
-        tokens: list[int] | None = None,
-        logprob: TokenLogprob | None = None,
-        text: str = "",
-        closed: bool = False,
-        may_stop: bool = False,
-    ) -> StreamChunk:
-        if not closed:
-            text += sequence.stops.close(sequence.detokenizer.flush(), may_stop)
-            if sequence.stops.stop_reason is not None:
-                reason, sequence.stop_reason = "stop", sequence.stops.stop_reason
-        sequence.finish_reason = reason  # type: ignore[assignment]
-        sequence.finished = time.perf_counter()
-        if sequence.slot >= 0:
-            sequence.kv = kv_report(self.cache, sequence.slot, sequence.policy.name, sequence.peak_bytes)
-        self.scheduler.remove(sequence)
-        return self._chunk(sequence, text, tokens or [], logprob)
-
-    def _chunk(self, sequence: Sequence, text: str, tokens: list[int], logprob: TokenLogprob | None) -> StreamChunk:
-        return StreamChunk(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            text=text,
-            token_ids=tokens,
-            logprobs=[logprob] if logprob is not None else None,
-            finish_reason=sequence.finish_reason,
-            output=sequence.output() if sequence.finish_reason is not None else None,
-        )

@@ -1,0 +1,81 @@
+"""What a drawn token does to its request: text, stops and limits; and how a request ends."""
+
+from __future__ import annotations
+
+import time
+
+from siftkv.cache import KVCache
+from siftkv.engine.outputs import StreamChunk, TokenLogprob
+from siftkv.engine.report import kv_report
+from siftkv.engine.scheduler import Scheduler
+from siftkv.engine.sequence import Sequence
+from siftkv.errors import SiftKVError
+
+
+class Delivery:
+    """Turns tokens into chunks of text. eos_token_ids: those that end an answer."""
+
+    def __init__(self, cache: KVCache, scheduler: Scheduler, eos_token_ids: tuple[int, ...]) -> None:
+        self.cache = cache
+        self.scheduler = scheduler
+        self.eos_token_ids = eos_token_ids
+
+    def append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> StreamChunk:
+        """Take in a drawn token: text, stops, limits."""
+        params, stops = sequence.params, sequence.stops
+        sequence.first_token = sequence.first_token or time.perf_counter()
+        sequence.output_ids.append(token)
+        if logprob is not None:
+            sequence.logprobs.append(logprob)
+        count = len(sequence.output_ids)
+        may_stop = count > params.min_tokens
+        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+            sequence.stop_reason = None if token in self.eos_token_ids else token
+            return self.finish(sequence, "stop", [token], logprob, may_stop=False)
+        text = stops.append(sequence.detokenizer.append(token), may_stop=may_stop)
+        if stops.stop_reason is not None:
+            sequence.stop_reason = stops.stop_reason
+            return self.finish(sequence, "stop", [token], logprob, text, closed=True)
+        if count >= sequence.max_tokens:
+            return self.finish(sequence, "length", [token], logprob, text, may_stop=may_stop)
+        return self._chunk(sequence, text, [token], logprob)
+
+    def fail(self, sequence: Sequence, error: SiftKVError) -> StreamChunk:
+        """End a sequence by an error, which names its request."""
+        sequence.error = type(error)(f"request {sequence.request_id}: {error}")
+        return self.finish(sequence, "abort")
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: str,
+        tokens: list[int] | None = None,
+        logprob: TokenLogprob | None = None,
+        text: str = "",
+        closed: bool = False,
+        may_stop: bool = False,
+    ) -> StreamChunk:
+        """End a sequence: text that was held back comes out (unless `closed`), the cache's report is taken, pages
+        return.
+        """
+        if not closed:
+            text += sequence.stops.close(sequence.detokenizer.flush(), may_stop)
+            if sequence.stops.stop_reason is not None:
+                reason, sequence.stop_reason = "stop", sequence.stops.stop_reason
+        sequence.finish_reason = reason  # type: ignore[assignment]
+        sequence.finished = time.perf_counter()
+        if sequence.slot >= 0:
+            sequence.kv = kv_report(self.cache, sequence.slot, sequence.policy.name, sequence.peak_bytes)
+        self.scheduler.remove(sequence)
+        return self._chunk(sequence, text, tokens or [], logprob)
+
+    def _chunk(self, sequence: Sequence, text: str, tokens: list[int], logprob: TokenLogprob | None) -> StreamChunk:
+        return StreamChunk(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=[logprob] if logprob is not None else None,
+            finish_reason=sequence.finish_reason,
+            output=sequence.output() if sequence.finish_reason is not None else None,
+        )
