@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from siftkv import LLM, SamplingParams
 from siftkv.engine.sequence import Sequence
 from tests.tiny import prompt, tiny_llm
 
 
-def tight_pool(admission: str, pages: int = 40) -> LLM:
+def tight_pool(admission: str, pages: int = 40, **settings: object) -> LLM:
     roomy = tiny_llm("full:window=8", max_model_len=200)
     fixed = roomy.cache.usage().allocated - roomy.cache.spec.num_pages * (roomy.cache.spec.page_bytes + 4)
     budget = fixed + pages * (roomy.cache.spec.page_bytes + 4)
-    return tiny_llm("full:window=8", max_model_len=200, kv_cache_memory_bytes=budget, admission=admission)
+    return tiny_llm("full:window=8", max_model_len=200, kv_cache_memory_bytes=budget, admission=admission, **settings)
 
 
 def test_careful_admission_leaves_room_to_grow() -> None:
@@ -60,6 +62,28 @@ def test_the_forecast_is_the_fullest_moment_of_steady_growth() -> None:
     )
     assert abs(together - walked) <= 2 * llm.cache.spec.head_slots
     assert forecast.peak_pages([brief, brief]) == 2 * alone[0]
+
+
+@pytest.mark.parametrize(("preemption", "together"), [("swap", 4), ("recompute", 3)])
+def test_where_swapping_is_cheap_a_little_more_is_started(preemption: str, together: int) -> None:
+    """Four requests would outgrow the pool by less than a twentieth: one of them waits in host memory for the end."""
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    prompts = [prompt(60, seed) for seed in range(4)]
+    roomy = tight_pool("careful", pages=2000)
+    ids = [roomy.engine.add(p, params, roomy.kv) for p in prompts]
+    needed = roomy.engine.scheduler.forecast.peak_pages([roomy.engine.sequences(i)[0] for i in ids])
+    expected = [out.token_ids for out in tight_pool("careful", pages=2000).generate(prompts, params)]
+    llm = tight_pool("careful", pages=int(needed / 1.03), preemption=preemption)
+    for p in prompts:
+        llm.engine.add(p, params, llm.kv)
+    found: dict[str, list[int]] = {}
+    llm.engine.step()
+    assert len(llm.engine.scheduler.running) == together
+    while llm.engine.has_work:
+        for chunk in llm.engine.step():
+            if chunk.output is not None:
+                found[chunk.request_id] = chunk.output.token_ids
+    assert [found[i] for i in sorted(found, key=lambda name: int(name.split("-")[1]))] == expected
 
 
 def queued(llm: LLM, params: SamplingParams) -> tuple[Sequence, list[Sequence]]:

@@ -17,6 +17,7 @@ from siftkv.engine.llm import LLM
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.errors import SiftKVError
 from siftkv.models import Decoder, LoadedModel, ModelConfig
+from siftkv.policies import parse_policy
 
 LLAMA3_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 16384, rms_norm_eps=1e-5)
 
@@ -24,13 +25,14 @@ LLAMA3_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128,
 @dataclass(frozen=True)
 class Workload:
     """Requests of equal length: prompt and output tokens each. pool_bytes: of the whole KV cache, tables and windows
-    included.
+    included. slots: most requests at a time, each of which takes a window of that pool; 0 = all.
     """
 
     requests: int
     prompt: int
     output: int
     pool_bytes: int = 12 << 30
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,16 @@ class _NumberTokenizer:
 
 
 def measure(model: LoadedModel, kv: str, work: Workload, eager: bool = False) -> Throughput:
-    """Run a workload under a policy. Compilation and graph capture come before the clock starts."""
+    """Run a workload under a policy. Compilation and graph capture come before the clock starts.
+
+    Windows are as long as this policy asks, with no room for others'.
+    """
+    policy = parse_policy(kv)
     llm = LLM(
         model,
-        kv,
-        max_num_seqs=work.requests,
+        policy,
+        max_num_seqs=work.slots or work.requests,
+        max_window=policy.window,
         max_model_len=work.prompt + work.output + 1,
         kv_cache_memory_bytes=work.pool_bytes,
         enforce_eager=eager,

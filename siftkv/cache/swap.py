@@ -49,14 +49,20 @@ def swap_out(state: CacheState, slot: int) -> SwappedRequest:
     table = state.page_table[slot]
     where = table >= 0
     rest = {name: getattr(state, name)[slot].cpu().clone() for name in _COPIED}
-    return SwappedRequest(state.pages[table[where].long()].cpu(), where.cpu(), rest)
+    return SwappedRequest(_to_host(state.pages[table[where].long()]), where.cpu(), rest)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """From a GPU into pinned memory, which PyTorch keeps for the next: several times as fast as plain memory."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return host.copy_(x)
 
 
 def swap_in(state: CacheState, slot: int, swapped: SwappedRequest) -> None:
     """Put a request into a fresh slot. The caller made sure that its pages are free."""
     device = state.pages.device
     page = take_pages(state, torch.tensor([swapped.num_pages], device=device))
-    state.pages[page.long()] = swapped.pages.to(device)
+    state.pages[page.long()] = swapped.pages.to(device, non_blocking=True)
     state.page_table[slot][swapped.where.to(device)] = page
     for name, value in swapped.rest.items():
         getattr(state, name)[slot] = value.to(device)

@@ -41,6 +41,9 @@ def throughput(
     prompt: Annotated[int, typer.Option(help="Prompt tokens a request.")] = 1024,
     new_tokens: Annotated[int, typer.Option(help="Generated tokens a request.")] = 1024,
     pool_gib: Annotated[float, typer.Option(help="GiB of the KV cache, tables and windows included.")] = 12.0,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most requests at a time.  [default: all]", show_default=False)
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Output tokens/s of a Llama-3-8B-shaped model with random weights, at a fixed KV pool, greedy, CUDA graphs on.
@@ -52,7 +55,7 @@ def throughput(
     """
     from siftkv.benchmarks.throughput import Workload, measure, random_llama
 
-    work = Workload(requests, prompt, new_tokens, int(pool_gib * (1 << 30)))
+    work = Workload(requests, prompt, new_tokens, int(pool_gib * (1 << 30)), max_num_seqs or requests)
     settings = kv or ["full", f"fixed:high_share=0.1,low_share=0.62,length={prompt + new_tokens}"]
     model = random_llama()
     found: list[Throughput] = []

@@ -16,6 +16,11 @@ from siftkv.errors import OutOfPages
 Preemption = Literal["swap", "recompute"]
 Admission = Literal["careful", "greedy"]
 
+_OVERCOMMIT = 1 / 20
+"""Of the pool, while swap space lasts: the last of many equal requests then waits in host memory for the end of the
+first, instead of for a wave of its own.
+"""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -35,8 +40,9 @@ class Scheduler:
     preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last;
         `recompute`, and the fallback, prefills the prompt again and feeds the generated tokens through the decode
         policy.
-    admission: `careful` starts a prompt only if everything that runs is expected to fit until it ends, by the lengths
-        of answers that ended and each request's `max_tokens`; `greedy` whenever its prompt fits now.
+    admission: `careful` starts a prompt, or brings a swapped request back, only if everything that runs is expected to
+        fit until it ends, by the lengths of answers that ended and each request's `max_tokens`; `greedy` whenever it
+        fits now. Where swapping is cheap the careful one lets prompts exceed the pool by a twentieth.
     """
 
     def __init__(
@@ -91,11 +97,13 @@ class Scheduler:
         if not self.cache.free_slots:
             return False
         if self.swapped:
-            first = self.swapped[0].swapped
-            return first is not None and first.num_pages + self.cache.spec.head_slots <= free_pages
+            first = self.swapped[0]
+            assert first.swapped is not None
+            fits = first.swapped.num_pages + self.cache.spec.head_slots <= free_pages
+            return fits and self._fits_until_it_ends(first, self.running)
         if not self.waiting or self.forecast.start_pages(self.waiting[0]) > free_pages:
             return False
-        return self._fits_until_it_ends(self.waiting[0], self.running)
+        return self._fits_until_it_ends(self.waiting[0], self.running, self._overcommit())
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it stands, and give its pages back."""
@@ -126,11 +134,18 @@ class Scheduler:
         self._hold_prompts = True
         return hopeless
 
-    def _fits_until_it_ends(self, sequence: Sequence, others: list[Sequence]) -> bool:
-        """Whether the pool is expected to hold a sequence beside others until they end."""
+    def _fits_until_it_ends(self, sequence: Sequence, others: list[Sequence], extra: int = 0) -> bool:
+        """Whether the pool and `extra` pages are expected to hold a sequence beside others until they end."""
         if self.admission == "greedy" or not others:
             return True
-        return self.forecast.peak_pages([sequence, *others]) <= self.cache.spec.num_pages
+        return self.forecast.peak_pages([sequence, *others]) <= self.cache.spec.num_pages + extra
+
+    def _overcommit(self) -> int:
+        """Pages beyond the pool that prompts may be expected to need."""
+        if self.preemption != "swap":
+            return 0
+        room = max(0, self.swap_bytes - self.swapped_bytes) // self.cache.spec.page_bytes
+        return min(room, int(self.cache.spec.num_pages * _OVERCOMMIT))
 
     def _slots(self, sequences: list[Sequence]) -> torch.Tensor:
         return torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.cache.state.pages.device)
@@ -144,6 +159,8 @@ class Scheduler:
             assert sequence.swapped is not None
             reserve = self._bound() + self.cache.spec.head_slots if self.running else 0
             if sequence.swapped.num_pages + reserve > self.cache.free_pages or not self.cache.free_slots:
+                return
+            if not self._fits_until_it_ends(sequence, self.running):
                 return
             sequence.slot = self.cache.swap_in(sequence.swapped)
             sequence.swapped, sequence.status = None, Status.RUNNING
@@ -162,7 +179,7 @@ class Scheduler:
             room_for_a_step = self.cache.spec.head_slots
             if not alone and (expected + room_for_a_step > free or (prompts and tokens > self.max_batched_tokens)):
                 break
-            if not self._fits_until_it_ends(sequence, self.running + prompts):
+            if not self._fits_until_it_ends(sequence, self.running + prompts, self._overcommit()):
                 break
             free -= expected
             sequence.slot = self.cache.admit(sequence.policy.rule)
