@@ -39,7 +39,7 @@ from siftkv.policies.base import (
 from siftkv.policies.importance import observation_rows, sampled_rows
 
 _CANDIDATES, _ROUNDS = 256, 3
-"""Shares that are tried at once, and how often a share is looked for between two of them: to 24 bits in few launches."""
+"""Shares tried at once, and how often a share is looked for between two of them: to 24 bits in few launches."""
 _MARGIN = 0.98
 """Of the budget that is spent: part pages are known on average only."""
 _LEAST_LEARNED = 64
@@ -152,7 +152,7 @@ class Sift(Policy):
         return kept[..., 0], high[..., 0]
 
     def _kept(self, reached: Tensor, share: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
-        """Counts `[R, H, C]` at which cumulative masses `[R, H, n]` reach each `share` `[R, 1, C]` and its high part."""
+        """Counts `[R, H, C]` at which cumulative masses `[R, H, n]` reach each share `[R, 1, C]` and its high part."""
         heads = reached.shape[:2]
 
         def count(wanted: Tensor) -> Tensor:
