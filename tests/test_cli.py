@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from siftkv.cli import app
@@ -17,15 +19,16 @@ from siftkv.formats import KNOWN_FORMATS
 from siftkv.kernels import reference
 from tests.models_helpers import FAMILIES, save_random
 
-COMMANDS = [
-    ["generate"],
-    ["chat"],
-    ["demo"],
-    ["formats"],
-    ["models", "list"],
-    ["models", "pull"],
-    ["models", "path"],
-]
+
+def _commands(group: Any, *path: str) -> list[list[str]]:
+    """The words of every command below a group."""
+    found = []
+    for name, command in group.commands.items():
+        found += _commands(command, *path, name) if hasattr(command, "commands") else [[*path, name]]
+    return found
+
+
+COMMANDS = _commands(typer.main.get_group(app))
 KV = "diffkv:window=4,sinks=1"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 

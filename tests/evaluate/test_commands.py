@@ -14,7 +14,6 @@ from siftkv.cli import app
 from siftkv.kernels import reference
 from tests.models_helpers import FAMILIES, save_random
 
-COMMANDS = [["eval", "gate"], ["eval", "retrieval"], ["eval", "tasks"], ["lm-eval"], ["analyze"]]
 KV = ("--kv", "diffkv:window=4,sinks=1")
 
 
@@ -43,13 +42,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing to compile: what is tested here is the command line."""
     monkeypatch.setattr("siftkv.engine.llm.get_kernels", lambda *_: reference)
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_has_help_with_an_example(command: list[str]) -> None:
-    result = siftkv(*command, "--help")
-    assert result.exit_code == 0
-    assert f"siftkv {' '.join(command)}" in result.stdout.partition("Example")[2]
 
 
 @pytest.mark.parametrize(
