@@ -93,7 +93,8 @@ def measure(model: LoadedModel, kv: str, work: Workload, eager: bool = False) ->
         generator = torch.Generator().manual_seed(0)
         vocab = model.config.vocab_size
         prompts = torch.randint(1, vocab, (work.requests, work.prompt), generator=generator).tolist()
-        llm.generate(prompts[:2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        batch = max(1, llm.engine.scheduler.max_batched_tokens // work.prompt)  # the library plans for each shape once
+        llm.generate(prompts[:batch], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
         if llm.engine.runner.graphs is not None:
             llm.engine.runner.graphs.capture_all()
         return _timed(llm, kv, prompts, SamplingParams(temperature=0, max_tokens=work.output, ignore_eos=True))
