@@ -66,7 +66,9 @@ def test_with_p_of_one_it_is_the_full_engine() -> None:
     ours, full = torch.stack([x.float().log_softmax(-1) for x in run], 1)
     assert run.cascades[0] is not None
     assert len(run.cascades[0].history) > 10
-    assert all(bool((t.kept == t.position).all()) for t in run.cascades[0].history)
+    found = {(t.position, int(t.kept.min()), int(t.kept.max())) for t in run.cascades[0].history}
+    # What a selection beside a step finds is applied after that step, which brought a token.
+    assert all(least == most == position + 1 for position, least, most in found), found
     assert float((full.exp() * (full - ours)).sum(-1).mean()) < 1e-3
 
 
