@@ -53,3 +53,10 @@ def with_setting(setting: str) -> str:
     changed = dict(x.split("=") for x in setting.split(","))
     base = dict(x.split("=") for x in KV.partition(":")[2].split(","))
     return "hardkv:" + ",".join(f"{k}={v}" for k, v in (base | changed).items())
+
+
+def tight(llm: LLM, pages: int) -> int:
+    """Bytes of a cache like that of `llm` with so many pages."""
+    spec = llm.cache.spec
+    a_page = spec.page_bytes + 4
+    return llm.cache.usage().allocated + (pages - spec.num_pages) * a_page

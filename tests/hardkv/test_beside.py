@@ -11,16 +11,12 @@ from siftkv import LLM
 from siftkv.engine.forced import ForcedRow, ForcedRun
 from siftkv.policies import parse_policy
 from tests.hardkv.layerwise import FakeLane, LayerwiseKernels
-from tests.hardkv.test_cascade import FULL, KV, cascade, greedy, llm_of, run, tight
+from tests.hardkv.requests import FULL, KV, cascade, greedy, llm_of, run, tight, with_setting
 from tests.tiny import prompt
 
 SETTINGS = pytest.mark.parametrize(
-    "setting", [",budget=24", ",format=k8v4", ",metric=accumulated,refresh=1", ",interval=1"]
+    "setting", ["budget=24", "format=k8v4", "metric=accumulated,refresh=1", "interval=1"]
 )
-
-
-def with_setting(setting: str) -> str:
-    return (KV.replace("interval=8,", "") if "interval" in setting else KV) + setting
 
 
 def fused(kv: str, late: bool, **settings: Any) -> tuple[LLM, FakeLane]:
@@ -99,7 +95,7 @@ def test_tokens_that_came_meanwhile_stay() -> None:
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_a_preempted_request_ends_as_an_undisturbed_one(preemption: str) -> None:
-    kv = with_setting(",format=k8v4")
+    kv = with_setting("format=k8v4")
     prompts = [prompt(12, i) for i in range(3)]
     roomy, _ = fused(kv, False)
     expected = []

@@ -11,7 +11,7 @@ from siftkv import LLM, SamplingParams
 from siftkv.engine.forced import ForcedRow, ForcedRun
 from siftkv.engine.triggers import Trigger
 from siftkv.errors import OutOfPages, PolicyError
-from tests.hardkv.requests import FULL, KV, cascade, greedy, llm_of, run, with_setting
+from tests.hardkv.requests import FULL, KV, cascade, greedy, llm_of, run, tight, with_setting
 from tests.tiny import prompt, tiny_llm
 
 
@@ -44,13 +44,6 @@ def test_an_abort_gives_everything_back() -> None:
         llm.engine.abort(name)
         llm.engine.abort(other)
         assert llm.cache.free_pages == llm.cache.spec.num_pages
-
-
-def tight(llm: LLM, pages: int) -> int:
-    """Bytes of a cache like that of `llm` with so many pages."""
-    spec = llm.cache.spec
-    a_page = spec.page_bytes + 4
-    return llm.cache.usage().allocated + (pages - spec.num_pages) * a_page
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
