@@ -83,7 +83,7 @@ class Standing:
         self.llm = llm
         graphs = llm.engine.runner.graphs
         if graphs is None:
-            raise SiftKVError("this benchmark measures CUDA graphs: it needs a GPU of compute capability 9.0 or later")
+            raise SiftKVError("this benchmark measures CUDA graphs: it needs a GPU of compute capability 8.0 or later")
         self.graphs: DecodeGraphs = graphs
         self.seen = list(seen)
         self.slots = stand(llm, policy, lengths, torch.tensor(seen, device=lengths.device))

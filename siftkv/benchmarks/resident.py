@@ -36,7 +36,7 @@ class Resident:
     def graphs(self) -> DecodeGraphs:
         graphs = self.llm.engine.runner.graphs
         if graphs is None:
-            raise SiftKVError("this benchmark measures CUDA graphs: it needs a GPU of compute capability 9.0 or later")
+            raise SiftKVError("this benchmark measures CUDA graphs: it needs a GPU of compute capability 8.0 or later")
         return graphs
 
     def step(self) -> None:

@@ -1,7 +1,7 @@
 """The decoder's arithmetic around its matrix products, each operation one pass over memory where a body exists.
 
 PyTorch runs the reference anywhere. `numba` takes bf16 batches of many rows on a CPU: there every pass through memory
-counts, while at few rows the calls themselves do. `cuda` takes 16-bit tensors on GPUs of compute capability 9.0 and
+counts, while at few rows the calls themselves do. `cuda` takes 16-bit tensors on GPUs of compute capability 8.0 and
 later, where in a decode step every launch counts.
 """
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from siftkv.errors import SiftKVError
 from siftkv.kernels.reference import elementwise as reference
 
 _MANY_ROWS = 64
@@ -122,7 +121,7 @@ def _few_rows(x: Tensor, weight: Tensor) -> Any:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and _compiles(x.device)
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and _served(x.device)
 
 
 def _body(x: Tensor) -> _Body:
@@ -160,13 +159,8 @@ def _step() -> Any:
 
 
 @cache
-def _compiles(device: torch.device) -> bool:
+def _served(device: torch.device) -> bool:
     """Whether the GPU and its compiler suit the CUDA body."""
-    from siftkv.kernels.cuda.compile import architecture, nvrtc_version
+    from siftkv.kernels.cuda.compile import serves
 
-    try:
-        architecture(device)
-        nvrtc_version()
-    except SiftKVError:
-        return False
-    return True
+    return serves(device)

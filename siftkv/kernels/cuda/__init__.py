@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs of compute capability 9.0 and later: CUDA C++, compiled for each cache at first use."""
+"""Kernels for NVIDIA GPUs of compute capability 8.0 and later: CUDA C++, compiled for each cache at first use."""
 
 from siftkv.kernels.cuda.append import append_tokens, refused_layers, store_prompts, write_window
 from siftkv.kernels.cuda.attention import decode_attention

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import sys
 import tempfile
@@ -18,9 +19,10 @@ from pathlib import Path
 import torch
 
 from siftkv.errors import SiftKVError
+from siftkv.kernels.cuda.device import LOWEST_CAPABILITY, gpu_of
 
+_logger = logging.getLogger(__name__)
 _OPTIONS = ("--std=c++17", "--extra-device-vectorization", "--device-as-default-execution-space")
-_LOWEST_ARCH = (9, 0)
 
 
 def _candidates() -> Iterator[str]:
@@ -71,18 +73,49 @@ def _cache_folder() -> Path:
 
 
 def architecture(device: torch.device) -> str:
-    """`sm_90` and the like. Raises SiftKVError for a GPU without bulk copies to shared memory."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _LOWEST_ARCH:
+    """What to compile for: `sm_90` and the like, or, for a GPU that is newer than the compiler, `compute_90` and the
+    like, the latest that the compiler knows. Raises SiftKVError for a GPU that the kernels cannot run on.
+    """
+    wanted = gpu_of(device).capability
+    if wanted < LOWEST_CAPABILITY:
         raise SiftKVError(
-            "the GPU kernels need compute capability 9.0 (Hopper) or later and "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: use kernels='reference'"
+            "the GPU kernels need compute capability 8.0 (Ampere) or later, "
+            f"and {torch.cuda.get_device_name(device)} has {wanted[0]}.{wanted[1]}: it has kernels='reference' alone"
         )
-    return f"sm_{capability[0]}{capability[1]}"
+    known = max((c for c in known_capabilities() if c <= wanted), default=LOWEST_CAPABILITY)
+    own = known == wanted == torch.cuda.get_device_capability(device)
+    return f"{'sm' if own else 'compute'}_{known[0]}{known[1]}"
+
+
+def serves(device: torch.device) -> bool:
+    """Whether the kernels run on a GPU: whether it is recent enough and has a compiler. Where not, a warning says why,
+    once.
+    """
+    try:
+        architecture(device)
+    except SiftKVError as error:
+        _warn_of_slowness(str(error))
+        return False
+    return True
+
+
+@cache
+def _warn_of_slowness(reason: str) -> None:
+    _logger.warning("PyTorch's operations take the place of the GPU kernels, which is many times slower: %s", reason)
+
+
+@cache
+def known_capabilities() -> tuple[tuple[int, int], ...]:
+    """Compute capabilities that the compiler has code for. Raises SiftKVError where there is no compiler."""
+    count = ctypes.c_int()
+    _check(_nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count)), "count its architectures")
+    numbers = (ctypes.c_int * count.value)()
+    _check(_nvrtc().nvrtcGetSupportedArchs(numbers), "list its architectures")
+    return tuple(divmod(number, 10) for number in numbers)
 
 
 def compile_cubin(source: str, arch: str) -> bytes:
-    """Machine code of `source` for `arch`, from the cache folder or compiled now.
+    """Machine code of `source` for `arch`, or PTX if that is `compute_...`, from the cache folder or compiled now.
 
     The cache is keyed by source, options, architecture and compiler version. Raises SiftKVError with the compiler's log
     when it does not compile.
@@ -106,10 +139,10 @@ def _compile(source: str, arch: str) -> bytes:
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         if status:
             raise SiftKVError(f"the GPU kernels do not compile: {_log(program)}")
-        size = ctypes.c_size_t()
-        _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "give the code's size")
+        kind, size = "CUBIN" if arch.startswith("sm_") else "PTX", ctypes.c_size_t()
+        _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)), "give the code's size")
         code = ctypes.create_string_buffer(size.value)
-        _check(nvrtc.nvrtcGetCUBIN(program, code), "give the code")
+        _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, code), "give the code")
         return code.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from siftkv.errors import SiftKVError
+from siftkv.kernels.cuda.device import gpu_of
 
 _MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -56,6 +57,7 @@ class Kernel:
 
     def __init__(self, function: ctypes.c_void_p, name: str, threads: int, shared_bytes: int) -> None:
         self._function, self._name, self._threads, self._shared = function, name, threads, shared_bytes
+        self._starts_early = gpu_of(torch.device("cuda", torch.cuda.current_device())).starts_early
         if shared_bytes:
             _check(
                 _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
@@ -65,11 +67,12 @@ class Kernel:
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure, early: bool = False) -> None:
         """Launch with one by-value argument. Raises SiftKVError when the driver refuses.
 
-        early: the kernel may start before its predecessor in the stream ends; it waits inside for what it reads.
+        early: the kernel may start before its predecessor in the stream ends, on GPUs that know this; it waits inside
+            for what it reads.
         """
         config = _Config(*grid, 1, self._threads, 1, 1, self._shared, torch.cuda.current_stream().cuda_stream)
         attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
-        if early:
+        if early and self._starts_early:
             config.attributes, config.count = ctypes.pointer(attribute), 1
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None)

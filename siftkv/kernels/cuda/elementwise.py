@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from siftkv.kernels.cuda.compile import architecture, compile_cubin
+from siftkv.kernels.cuda.device import GPU, gpu_of
 from siftkv.kernels.cuda.driver import Kernel, Module
 from siftkv.kernels.cuda.pages import read_sources
 from siftkv.kernels.reference import elementwise as reference
@@ -26,7 +27,8 @@ _THREADS = {
     "choose": 1024,
 }
 _LINEARS = [f"{kind}_{rows}" for kind in ("plain", "swiglu", "rotary") for rows in (1, 2)]
-_LINEAR_THREADS, _LINEAR_RING_BYTES = 256, 8 * 6 * 4096
+_LINEAR_THREADS, _LINEAR_STAGE_BYTES, _MOST_LINEAR_STAGES = 256, 8 * 4096, 6
+"""Threads of a block, bytes that its warps hold a stage, and stages from which more do not help."""
 _PIECE = 8
 """Channels that a thread reads at once."""
 _NARROW_NORM = 512 * _PIECE
@@ -60,15 +62,22 @@ class _Swiglu(ctypes.Structure):
     )
 
 
-def source(dtype: torch.dtype) -> str:
-    """CUDA source of all operations for one 16-bit type."""
-    return f"#define MODEL_BF16 {int(dtype == torch.bfloat16)}\n{read_sources(_SOURCES)}"
+def linear_stages(gpu: GPU) -> int:
+    """Stages of the rings through which linear layers stream their weights."""
+    return min(_MOST_LINEAR_STAGES, gpu.dynamic_shared_bytes // _LINEAR_STAGE_BYTES)
+
+
+def source(dtype: torch.dtype, stages: int) -> str:
+    """CUDA source of all operations for one 16-bit type; stages: see `linear_stages`."""
+    constants = f"#define MODEL_BF16 {int(dtype == torch.bfloat16)}\nconstexpr int LINEAR_STAGES = {stages};"
+    return f"{constants}\n{read_sources(_SOURCES)}"
 
 
 @cache
 def _kernels(dtype: torch.dtype, device: torch.device) -> dict[str, Kernel]:
-    module = Module(compile_cubin(source(dtype), architecture(device)))
-    linears = {name: module.kernel(name, _LINEAR_THREADS, _LINEAR_RING_BYTES) for name in _LINEARS}
+    stages = linear_stages(gpu_of(device))
+    module = Module(compile_cubin(source(dtype, stages), architecture(device)))
+    linears = {name: module.kernel(name, _LINEAR_THREADS, stages * _LINEAR_STAGE_BYTES) for name in _LINEARS}
     return linears | {name: module.kernel(name, threads) for name, threads in _THREADS.items()}
 
 

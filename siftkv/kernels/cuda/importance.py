@@ -150,16 +150,20 @@ def _work_space(sizes: dict[str, int], device: torch.device) -> tuple[Tensor, di
     return space, {name: space.data_ptr() + 4 * at for name, at in zip(sizes, ends, strict=False)}
 
 
-@lru_cache(maxsize=16)
-def _kernels(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> dict[str, Kernel]:
+def source(dtype: torch.dtype, dim: int, group: int) -> str:
+    """The whole source, its constants first."""
     scale = math.log2(math.e) / math.sqrt(dim)
     constants = [
         f"#define MODEL_BF16 {int(dtype == torch.bfloat16)}",
         f"constexpr int HEAD_DIM = {dim}, GROUP = {group};",
         f"constexpr float LOGIT_SCALE = {scale!r}f;",
     ]
-    source = "\n".join([*constants, read_sources(_SOURCES)])
-    module = Module(compile_cubin(source, architecture(device)))
+    return "\n".join([*constants, read_sources(_SOURCES)])
+
+
+@lru_cache(maxsize=16)
+def _kernels(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> dict[str, Kernel]:
+    module = Module(compile_cubin(source(dtype, dim, group), architecture(device)))
     return {name: module.kernel(name, threads) for name, threads in _THREADS.items()}
 
 

@@ -10,17 +10,18 @@ from pathlib import Path
 import torch
 
 from siftkv.errors import FormatError
+from siftkv.kernels.cuda.device import gpu_of
 from siftkv.kernels.cuda.tiers import TierPlan, align, check_format
 from siftkv.kernels.state import CacheState
 
 __all__ = ["Plan", "TierPlan"]
 
-SHARED_BYTES = 226 * 1024
-"""Shared memory that one block may use on Hopper, less what the driver keeps."""
-
 _FLIGHT = 104 * 1024
 """Bytes on their way to a multiprocessor up to which it pays to have 16 warps. More makes multiprocessors starve each
 other: the slowest, which decides, then falls a tenth behind the mean."""
+
+_AMPLE_SHARED = 200 * 1024
+"""Bytes of shared memory a block that 12 warps with pages of their own usually fit into: Hopper has them."""
 
 _NOTE_BYTES = 32
 """A stage's barrier and note."""
@@ -112,7 +113,10 @@ class Plan:
             return self.warps, self.team or 1
         heavy = self.dim * self.columns > 128
         shapes = ((8, 1), (8, 2), (8, 4), (8, 8)) if heavy else ((16, 1), (12, 1), (12, 2), (12, 4), (12, 12))
-        for warps, team in shapes:
+        # Where shared memory is small, a warp that shares a page has often nothing to do: rather fewer warps.
+        fewer = range(7, 3, -1) if heavy else range(11, 4, -1)
+        alone = [(warps, 1) for warps in fewer] if self._room < _AMPLE_SHARED else []
+        for warps, team in sorted((*shapes, *alone), key=lambda shape: (shape[1], -shape[0])):
             if warps == 16 and (self.bias_blocks or 32 * max(map(self._tier_stage, self.tiers)) > _FLIGHT):
                 continue
             if self._stages(warps // team) >= 2:
@@ -140,7 +144,12 @@ class Plan:
         return min(self.most_stages, self._stages(self.teams))
 
     def _stages(self, teams: int) -> int:
-        return (SHARED_BYTES - _READ_PAST_END) // (max(1, teams) * (self.stage_bytes + _NOTE_BYTES))
+        return self._room // (max(1, teams) * (self.stage_bytes + _NOTE_BYTES))
+
+    @property
+    def _room(self) -> int:
+        """Bytes for all stages of a multiprocessor."""
+        return gpu_of(self.state.pages.device).dynamic_shared_bytes - _READ_PAST_END
 
     @property
     def shared_bytes(self) -> int:

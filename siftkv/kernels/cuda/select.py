@@ -12,6 +12,7 @@ from torch import Tensor
 from siftkv.errors import FormatError
 from siftkv.formats import PageLayout
 from siftkv.kernels.cuda.compile import architecture, compile_cubin
+from siftkv.kernels.cuda.device import gpu_of
 from siftkv.kernels.cuda.driver import Kernel, Module
 from siftkv.kernels.cuda.pages import CacheArguments, CacheKernels, cache_constants, read_sources
 from siftkv.kernels.state import CacheState, Selection, SelectionRule
@@ -20,8 +21,16 @@ METRICS = ("attention", "snapkv", "accumulated")
 """Metrics that `select` knows."""
 
 _SOURCES = ("ptx.cuh", "cache.cuh", "token.cuh", "select.cuh", "pool.cuh", "decide.cuh", "survey.cuh", "select.cu")
-_TEAMS, _HELD, _STAGES = 3, 2, 3
-"""Teams of warps a block, tiles of 16 rows a warp, and tiles of keys that a team has on their way."""
+_HELD, _STAGES = 2, 3
+"""Tiles of 16 rows a warp, and tiles of keys that a team has on their way."""
+
+_SHAPES = ((3, 4), (3, 2), (1, 4), (2, 2), (1, 2), (2, 1), (1, 1))
+"""Teams of warps a block, and counters of a bucket, which keep lanes from waiting for each other; best first. Shared
+memory decides.
+"""
+
+_SCORE_COUNTERS = 4
+"""Counters a bucket that make histograms large enough for one of all scores."""
 
 _MOST_QUERIES = 128
 _MOST_DIM = 128
@@ -58,7 +67,17 @@ def selects(state: CacheState, rule: SelectionRule) -> bool:
         and all(layout.tier.positions for layout in layouts)
         and (rule.metric != "accumulated" or all(layout.tier.scores for layout in layouts))
         and state.window_k.dtype in (torch.bfloat16, torch.float16)
+        and _shape(state, rule) is not None
     )
+
+
+def _shape(state: CacheState, rule: SelectionRule) -> tuple[int, int] | None:
+    """The best of `_SHAPES` that the GPU has shared memory for."""
+    reach, by_score = _kind(rule)
+    least = _SCORE_COUNTERS if by_score else 2 if reach else 1
+    room, dim = gpu_of(state.pages.device).dynamic_shared_bytes, state.window_k.shape[-1]
+    fit = (shape for shape in _SHAPES if shape[1] >= least and shared_bytes(dim, *shape) <= room)
+    return next(fit, None)
 
 
 def _group(state: CacheState) -> int:
@@ -67,7 +86,8 @@ def _group(state: CacheState) -> int:
 
 def select_source(state: CacheState, rule: SelectionRule) -> str:
     """The whole source, its constants first."""
-    c = state.conditioning
+    c, shape = state.conditioning, _shape(state, rule)
+    assert shape is not None
     return _source(
         state.layouts,
         state.window_k.dtype,
@@ -77,6 +97,7 @@ def select_source(state: CacheState, rule: SelectionRule) -> str:
         _group(state),
         state.query_rows,
         *_kind(rule),
+        *shape,
     )
 
 
@@ -98,6 +119,8 @@ def _source(
     query_rows: int,
     reach: int,
     by_score: bool,
+    teams: int,
+    counters: int,
 ) -> str:
     values = {
         "GROUP": group,
@@ -105,10 +128,11 @@ def _source(
         "SOURCES": len(sources),
         "REACH": reach,
         "BY_SCORE": int(by_score),
-        "TEAMS": _TEAMS,
+        "TEAMS": teams,
+        "COUNTERS": counters,
         "HELD": _HELD,
         "STAGES": _STAGES,
-        "SHARED_BYTES": shared_bytes(layouts[0].head_dim),
+        "SHARED_BYTES": shared_bytes(layouts[0].head_dim, teams, counters),
         "WEIGHTED": int(any(layouts[tier].tier.weights for tier in sources)),
     }
     scale = math.log2(math.e) / math.sqrt(layouts[0].head_dim)
@@ -122,25 +146,25 @@ def _source(
 
 
 @lru_cache(maxsize=32)
-def _compiled(source: str, size: int, device: torch.device) -> Kernel:
-    return Module(compile_cubin(source, architecture(device))).kernel("select", _threads(), size)
+def _compiled(source: str, teams: int, size: int, device: torch.device) -> Kernel:
+    return Module(compile_cubin(source, architecture(device))).kernel("select", _threads(teams), size)
 
 
-def _threads() -> int:
+def _threads(teams: int) -> int:
     """Threads of a block: teams that hold 128 rows each."""
-    return _TEAMS * 32 * _ROWS // (16 * _HELD)
+    return teams * 32 * _ROWS // (16 * _HELD)
 
 
-def shared_bytes(dim: int) -> int:
+def shared_bytes(dim: int, teams: int, counters: int) -> int:
     """Shared memory of a block: `Shared` of `src/survey.cuh`."""
-    teams, keys, stages = _TEAMS, 32, _STAGES
+    keys, stages = 32, _STAGES
     parts = (
-        512 * _ROWS // 2 * 4,
+        counters * 128 * _ROWS // 2 * 4,
         teams * stages * keys * (2 * dim + 16),
         2 * teams * stages * 8,
-        (3 * teams + 2 * _threads() // _ROWS) * _ROWS * 4,
+        (3 * teams + 2 * _threads(teams) // _ROWS) * _ROWS * 4,
         7 * _ROWS * 4 + _MOST_QUERIES * 4,
-        _threads() * 4 + _HEAD_BYTES,
+        _threads(teams) * 4 + _HEAD_BYTES,
     )
     return -(-sum(parts) // _SHARED_STEP) * _SHARED_STEP
 
@@ -168,15 +192,17 @@ def select(state: CacheState, slot: int, rule: SelectionRule, longest: int | Non
     if not selects(state, rule):
         raise FormatError(
             f"the GPU selection serves {', '.join(METRICS)} by union with a ring of queries, positions and head_dim up "
-            f"to {_MOST_DIM}, not metric={rule.metric}, union={rule.union}, pool={rule.pool}"
+            f"to {_MOST_DIM} where shared memory suffices, "
+            f"not metric={rule.metric}, union={rule.union}, pool={rule.pool}"
         )
     held = CacheKernels.of(state)
     layers, heads = state.lengths.shape[1:3]
     kernels: dict[tuple[object, ...], Kernel] = state.scratch.setdefault("cuda_select", {})
     key = (rule.sources, *_kind(rule))
     if key not in kernels:
-        size = shared_bytes(state.window_k.shape[-1])
-        kernels[key] = _compiled(select_source(state, rule), size, state.pages.device)
+        teams, counters = _shape(state, rule) or _SHAPES[0]
+        size = shared_bytes(state.window_k.shape[-1], teams, counters)
+        kernels[key] = _compiled(select_source(state, rule), teams, size, state.pages.device)
     room = state.width * max(state.layouts[tier].tokens for tier in rule.sources) if longest is None else longest
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from siftkv.kernels.cuda.pages import CacheArguments, CacheKernels
 from siftkv.kernels.state import SELECTION_TENSORS, CacheState
@@ -14,7 +18,9 @@ def snapshot(state: CacheState, slot: int) -> CacheState:
 
     Nothing is read by the host; the current stream is used. Compiled kernels are shared.
     """
-    own = {name: getattr(state, name)[slot : slot + 1].clone() for name in SELECTION_TENSORS}
+    theirs = {name: getattr(state, name)[slot : slot + 1] for name in SELECTION_TENSORS}
+    own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in theirs.items()}
+    torch._foreach_copy_(_words(own), _words(theirs))
     held = CacheKernels.of(state)
     arguments = CacheArguments.from_buffer_copy(held.arguments)
     for name, tensor in own.items():
@@ -22,3 +28,8 @@ def snapshot(state: CacheState, slot: int) -> CacheState:
             setattr(arguments, "table" if name == "page_table" else name, tensor.data_ptr())
     shared = {"cuda_select": state.scratch.setdefault("cuda_select", {})}
     return replace(state, **own, scratch=shared | {"cuda_cache": replace(held, arguments=arguments)})
+
+
+def _words(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """As numbers of one type, which one launch copies."""
+    return [tensor.view(-1).view(torch.int32) for tensor in tensors.values()]

@@ -67,14 +67,20 @@ struct Stage {
 };
 template <class F> DEV void fetch_page(const Stage& s, const u8* page, int count, int thread) {
   if constexpr (F::DENSE) {
-    if (F::WEIGHTS && thread == 0) {
+    if constexpr (!BULK && F::WEIGHTS) copy_together<TEAM_THREADS>(s.data + F::WEIGHT_STAGE, page + F::WEIGHT, F::WEIGHT_BYTES, thread);
+    else if (F::WEIGHTS && thread == 0) {
       barrier_expect_more(s.barrier, F::WEIGHT_BYTES);
       bulk_copy(s.data + F::WEIGHT_STAGE, page + F::WEIGHT, F::WEIGHT_BYTES, s.barrier);
     }
     Dense<F::TOKENS>::copy(s.data, s.barrier, count, thread, [=](int token, int is_value) { return page + (is_value ? F::VALUE : F::KEY) + token * 2 * HEAD_DIM; });
   } else {
     constexpr bool positions = BIAS_BLOCKS > 0;
-    if (thread == 0) {
+    if constexpr (!BULK) {
+      copy_together<TEAM_THREADS>(s.data, page, F::CODE_BYTES, thread);
+      if constexpr (F::WEIGHTS) copy_together<TEAM_THREADS>(s.data + F::WEIGHT_STAGE, page + F::WEIGHT, F::WEIGHT_BYTES, thread);
+      if constexpr (positions) copy_together<TEAM_THREADS>(s.data + F::POSITION_STAGE, page + F::POSITION, F::POSITION_BYTES, thread);
+      arrive_with_copies(s.barrier);
+    } else if (thread == 0) {
       barrier_expect(s.barrier, F::CODE_BYTES + (positions ? F::POSITION_BYTES : 0) + (F::WEIGHTS ? F::WEIGHT_BYTES : 0));
       bulk_copy(s.data, page, F::CODE_BYTES, s.barrier);
       if constexpr (F::WEIGHTS) bulk_copy(s.data + F::WEIGHT_STAGE, page + F::WEIGHT, F::WEIGHT_BYTES, s.barrier);

@@ -89,7 +89,7 @@ DEV int rows_that_see(const Head& h, const int* of_query, int least, int v) {
   return sees;
 }
 DEV void decide(const Select& a, const Head& h, const int* of_query, u32* scratch, bool whole) {
-  constexpr int in_shared = 15000;  // ranks of 8 bytes behind the first 2 kB of `scratch`
+  constexpr int in_shared = (HISTOGRAMS * BUCKETS * WORDS - 512) / 2;  // ranks of 8 bytes behind the first 2 kB of `scratch`, the histograms
   i64 first = static_cast<i64>(h.index) * a.columns;
   int candidates = min_int(h.candidates, a.columns), least = h.total;
   for (int w = 0; w < h.rows / GROUP; w++) least = min_int(least, of_query[w]);

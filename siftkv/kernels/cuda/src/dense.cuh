@@ -7,6 +7,12 @@ template <int TOKENS, bool WEIGHTS = false> struct Dense {
 
   // Copies `count` tokens by the threads of a team, a bulk copy a row; `rows(token, is_value)` gives the address of a row.
   template <class Rows> static DEV void copy(u32 stage, u32 barrier, int count, int thread, Rows rows) {
+    if constexpr (!BULK) {
+      copy_rows_together<2 * HEAD_DIM, 32 * TEAM>(
+          2 * count, thread, [=](int i) { return stage + (i < count ? i : i - count + TOKENS) * DENSE_ROW; },
+          [&](int i) { return rows(i < count ? i : i - count, i >= count); });
+      return arrive_with_copies(barrier);
+    }
     if (thread == 0) barrier_expect(barrier, count * 4 * HEAD_DIM);
     else barrier_arrive(barrier);
     for (int i = thread; i < 2 * count; i += 32 * TEAM) {

@@ -1,7 +1,7 @@
 // y = W x for one or two rows of x. Each warp streams pairs of rows of W through a ring of its own in shared memory, filled by bulk copies. A block a
 // multiprocessor, and the first copies are under way before the predecessor has ended, since weights are never written. The epilogue does what
 // follows elementwise, rounding where separate operations round.
-constexpr int LINEAR_WARPS = 8, LINEAR_STAGES = 6, CHUNK = 1024;  // channels of each row that a stage holds
+constexpr int LINEAR_WARPS = 8, CHUNK = 1024;  // channels of each row that a stage holds
 constexpr int LINEAR_STAGE_BYTES = 4 * CHUNK, LINEAR_RING_BYTES = LINEAR_STAGES * LINEAR_STAGE_BYTES;
 
 struct Linear {
@@ -69,12 +69,20 @@ template <Kind KIND> struct Stream {
   u32 data, barriers;
   int pair, channel, stage;  // of the next copy
 
+  // By lane 0, or by all.
   DEV void fetch(int step) {
     Rows rows = rows_of<KIND>(a, pair);
     u32 bytes = 2 * min_int(CHUNK, a.size - channel), to = data + stage * LINEAR_STAGE_BYTES, barrier = barriers + 8 * stage;
-    barrier_expect(barrier, 2 * bytes);
-    bulk_copy(to, reinterpret_cast<const u8*>(a.weight + static_cast<i64>(rows.first) * a.size + channel), bytes, barrier);
-    bulk_copy(to + 2 * CHUNK, reinterpret_cast<const u8*>(a.weight + static_cast<i64>(rows.second) * a.size + channel), bytes, barrier);
+    auto row = [&](int i) { return reinterpret_cast<const u8*>(a.weight + static_cast<i64>(i) * a.size + channel); };
+    if constexpr (BULK) {
+      barrier_expect(barrier, 2 * bytes);
+      bulk_copy(to, row(rows.first), bytes, barrier);
+      bulk_copy(to + 2 * CHUNK, row(rows.second), bytes, barrier);
+    } else {
+      copy_together<32>(to, row(rows.first), bytes, threadIdx.x & 31);
+      copy_together<32>(to + 2 * CHUNK, row(rows.second), bytes, threadIdx.x & 31);
+      arrive_with_copies(barrier);
+    }
     stage = stage + 1 == LINEAR_STAGES ? 0 : stage + 1;
     channel += CHUNK;
     if (channel >= a.size) channel = 0, pair += step;
@@ -89,11 +97,14 @@ template <Kind KIND, int REQUESTS> DEV void linear(const Linear& a) {
   int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, step = gridDim.x * LINEAR_WARPS, pair = blockIdx.x * LINEAR_WARPS + warp;
   Stream<KIND> stream = {a, shared_address(rings) + warp * LINEAR_RING_BYTES, shared_address(barriers + warp * LINEAR_STAGES), pair, 0, 0};
   if (lane == 0) {
-    for (int i = 0; i < LINEAR_STAGES; i++) barrier_init(stream.barriers + 8 * i, 1);
+    for (int i = 0; i < LINEAR_STAGES; i++) barrier_init(stream.barriers + 8 * i, BULK ? 1 : 32);
     async_proxy_fence();
-    for (int i = 0; i < LINEAR_STAGES && stream.pair < a.pairs; i++) stream.fetch(step);
+    if constexpr (BULK)
+      for (int i = 0; i < LINEAR_STAGES && stream.pair < a.pairs; i++) stream.fetch(step);
   }
   __syncwarp();
+  if constexpr (!BULK)
+    for (int i = 0; i < LINEAR_STAGES && stream.pair < a.pairs; i++) stream.fetch(step);
   wait_for_predecessor();
   int stage = 0, parity = 0;
   for (; pair < a.pairs; pair += step) {
@@ -120,7 +131,7 @@ template <Kind KIND, int REQUESTS> DEV void linear(const Linear& a) {
         for (int b = 0; b < REQUESTS; b++) add_piece(y0[b], first, x[b][i]), add_piece(y1[b], second, x[b][i]);
       }
       __syncwarp();
-      if (lane == 0 && stream.pair < a.pairs) stream.fetch(step);
+      if ((!BULK || lane == 0) && stream.pair < a.pairs) stream.fetch(step);
       if (++stage == LINEAR_STAGES) stage = 0, parity ^= 1;
     }
 #pragma unroll

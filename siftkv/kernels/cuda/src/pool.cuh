@@ -3,7 +3,7 @@
 // A row has a window of logits, FINE buckets an octave from `low` on, z in octaves: bucket b is `FINE (z - low)` rounded. Bucket 0 is for what stands below,
 // TOP for what stands above. Buckets are integers in floats: added to 2^23, they are the low bits. A counter has COPIES, so that the four lanes that hold
 // tokens of one row do not wait for each other.
-constexpr int BUCKETS = 128, TOP = BUCKETS - 1, HISTOGRAMS = REACH > 0 ? 2 : 1, COPIES = 4 / HISTOGRAMS, FINE = 16 / HISTOGRAMS, WORDS = ROWS / 2 * COPIES;
+constexpr int BUCKETS = 128, TOP = BUCKETS - 1, HISTOGRAMS = REACH > 0 ? 2 : 1, COPIES = COUNTERS / HISTOGRAMS, FINE = 16 / HISTOGRAMS, WORDS = ROWS / 2 * COPIES;
 constexpr float MAGIC = 8388608.f, NOTHING = -3e38f;
 constexpr float COARSE = 0.5f, COARSE_LOW = -128.f;  // a first look: buckets an octave, and where its window begins
 
@@ -15,7 +15,7 @@ DEV float offset_of(float fine, float low) { return -low * (fine / TOP); }
 DEV float bucket_of(float c, float slope, float offset) { return fmaf(__saturatef(fmaf(c, slope, offset)), TOP, MAGIC); }
 // Counts a bucket: a float's bits, or a number. Without a condition, which would cost more than to count what nobody reads.
 DEV void count_in(u32 histogram, u32 bucket, int word, u32 one) {
-  constexpr int shift = COPIES == 4 ? 10 : 9;
+  constexpr int shift = COPIES == 4 ? 10 : COPIES == 2 ? 9 : 8;
   static_assert(WORDS * 4 == 1 << shift, "bytes of a bucket");
   asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(histogram + (bucket << shift) + 4 * word), "r"(one) : "memory");
 }
@@ -29,9 +29,13 @@ DEV int word_of(int row) { return row / 16 * 8 + row % 8; }
 DEV int half_of(int row) { return row % 16 / 8; }
 
 DEV u32 larger(u32 x, u32 y) {
+#if __CUDA_ARCH__ >= 900
   u32 z;
   asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
+#else
+  return max(x & 0xFFFF0000u, y & 0xFFFF0000u) | max(x & 0xFFFFu, y & 0xFFFFu);
+#endif
 }
 // Which tokens of a tile stand within REACH positions of the one `d` places before them (bit: the earlier one). Lane j has token j's position.
 struct Near {

@@ -117,23 +117,61 @@ DEV void barrier_expect_more(u32 barrier, u32 bytes) {
 DEV void barrier_wait(u32 barrier, u32 parity) {
   u32 done;
   do {
+#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
         : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#else
+    asm volatile(
+        "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#endif
   } while (!done);
 }
+// What fills a stage of a ring. From compute capability 9.0 on one thread starts bulk copies, of which a barrier expects the bytes. Before (not BULK)
+// all threads of a warp or team copy pieces of 16 bytes, and then each arrives with its copies, whose end the barrier waits for.
+constexpr bool BULK = __CUDA_ARCH__ >= 900;
 DEV void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 DEV void copy16(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-DEV void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+template <int THREADS> DEV void copy_together(u32 to, const u8* from, int bytes, int thread) {
+#pragma unroll 4
+  for (int i = 16 * thread; i < bytes; i += 16 * THREADS) copy16(to + i, from + i);
+}
+// Rows of BYTES each; `to(row)` and `from(row)` give their addresses.
+template <int BYTES, int THREADS, class To, class From> DEV void copy_rows_together(int rows, int thread, To to, From from) {
+  constexpr int pieces = BYTES / 16;
+#pragma unroll 4
+  for (int i = thread; i < rows * pieces; i += THREADS) copy16(to(i / pieces) + i % pieces * 16, from(i / pieces) + i % pieces * 16);
+}
+// The arrival that counts is an ordinary one, so that what the thread stored before is seen behind the barrier; the other adds itself to those expected.
+DEV void arrive_with_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+  barrier_arrive(barrier);
+}
+// Between what threads store and bulk copies.
+DEV void async_proxy_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 template <class T> DEV T shuffle_xor(T x, int lanes) { return __shfl_xor_sync(ALL, x, lanes); }
 DEV int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DEV int min_int(int a, int b) { return a < b ? a : b; }
 DEV int max_int(int a, int b) { return a > b ? a : b; }
-// Programmatic launches: a kernel may start before its predecessor ends, and waits here before it reads what that wrote.
-DEV void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Programmatic launches: a kernel may start before its predecessor ends, and waits here before it reads what that wrote. Before compute capability 9.0
+// it starts when its predecessor has ended.
+DEV void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEV void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1) select(const __g
   int team = threadIdx.x / TEAM_THREADS, rank = threadIdx.x / 32 % TEAM_WARPS;
   Pipe pipe = {team, rank, 0, shared_address(s.lines[team]), shared_address(s.full[team]), shared_address(s.empty[team])};
   if (threadIdx.x < TEAMS * STAGES) {
-    barrier_init(shared_address(&s.full[0][0] + threadIdx.x), 1);
+    barrier_init(shared_address(&s.full[0][0] + threadIdx.x), BULK ? 1 : 32);
     barrier_init(shared_address(&s.empty[0][0] + threadIdx.x), TEAM_WARPS);
   }
   async_proxy_fence();

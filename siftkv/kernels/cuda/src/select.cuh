@@ -129,17 +129,30 @@ struct Pipe {
   DEV int parity(int turn) const { return turn / STAGES & 1; }
 };
 DEV int first_of(int tile) { return tile * STRIDE - HALO; }
+// Copies the keys of the lanes in `plain` to their lines, without bulk copies: neighbouring lanes take neighbouring pieces.
+DEV void copy_keys(u32 lines, const u8* key, u32 plain, u32 barrier) {
+  constexpr int pieces = HEAD_DIM / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x & 31; i < KEYS * pieces; i += 32) {
+    const u8* from = reinterpret_cast<const u8*>(__shfl_sync(ALL, reinterpret_cast<u64>(key), i / pieces));
+    if (plain >> (i / pieces) & 1u) copy16(lines + i / pieces * PITCH + i % pieces * 16, from + i % pieces * 16);
+  }
+  arrive_with_copies(barrier);
+}
 // One warp starts the copies of a tile, a key a lane, when the stage is free.
 DEV void issue(const Select& a, const Head& h, const Pipe& pipe, int turn, Spot spot) {
   int lane = threadIdx.x & 31;
   if (turn >= STAGES) barrier_wait(pipe.emptied(turn - STAGES), pipe.parity(turn - STAGES));
   u32 plain = __ballot_sync(ALL, spot.page != NO_KEY);
-  if (lane == 0) barrier_expect(pipe.filled(turn), __popc(plain) * 2 * HEAD_DIM);
-  __syncwarp();
-  if (spot.page == NO_KEY) return;
+  if constexpr (BULK) {
+    if (lane == 0) barrier_expect(pipe.filled(turn), __popc(plain) * 2 * HEAD_DIM);
+    __syncwarp();
+    if (spot.page == NO_KEY) return;
+  }
   const u8* key = reinterpret_cast<const u8*>(a.cache.window_k + (h.at * (a.cache.sink_rows + a.cache.ring_rows) + spot.offset) * HEAD_DIM);
   if (spot.page != IN_WINDOW) key = page_at(a.cache, spot.page) + spot.offset;
-  bulk_copy(pipe.line(turn) + lane * PITCH, key, 2 * HEAD_DIM, pipe.filled(turn));
+  if constexpr (BULK) bulk_copy(pipe.line(turn) + lane * PITCH, key, 2 * HEAD_DIM, pipe.filled(turn));
+  else copy_keys(pipe.line(turn), key, plain, pipe.filled(turn));
 }
 DEV bool has_quantised(const Head& h, int tile) {
   bool any = false;

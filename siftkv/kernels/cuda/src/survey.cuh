@@ -14,7 +14,7 @@ struct Shared {
   u32 counts[SELECT_THREADS];
   Head head;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES && sizeof(Shared::histogram) > 4 * 0x7801, "shared memory; scores have 0x7801 values");
+static_assert(sizeof(Shared) <= SHARED_BYTES && (!BY_SCORE || sizeof(Shared::histogram) > 4 * 0x7801), "shared memory; scores have 0x7801 values");
 constexpr int NEVER_REACHED = 0x7FFF;  // a threshold
 constexpr bool COUNTS_ABOVE = REACH > 0 || BY_SCORE;  // else only masses matter there
 
