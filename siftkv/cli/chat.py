@@ -11,6 +11,7 @@ import typer
 from siftkv.cli import options
 from siftkv.cli.console import busy, open_llm, plain_table, say, size, stdout_console, tier_shares
 from siftkv.cli.group import Interrupts
+from siftkv.defaults import DEFAULT_KV
 from siftkv.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ HELP = "/exit ends, /reset forgets the conversation, /kv reports on the KV cache
 
 def chat(
     model: options.Model = "smollm2-135m",
-    kv: options.Kv = "diffkv",
+    kv: options.Kv = DEFAULT_KV,
     system: Annotated[str | None, typer.Option(help="A system message.", show_default=False)] = None,
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = None,

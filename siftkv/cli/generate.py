@@ -13,6 +13,7 @@ import typer
 
 from siftkv.cli import options
 from siftkv.cli.console import Counter, busy, check_writable, kv_line, open_llm, say, write_text
+from siftkv.defaults import DEFAULT_KV
 from siftkv.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def generate(
         str | None, typer.Argument(help="The prompt; '-' reads it from stdin.", show_default=False)
     ] = None,
     model: options.Model = "smollm2-135m",
-    kv: options.Kv = "diffkv",
+    kv: options.Kv = DEFAULT_KV,
     file: Annotated[
         str | None, typer.Option("--file", "-f", help="Read the prompt from a file; '-' is stdin.", show_default=False)
     ] = None,

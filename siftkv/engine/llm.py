@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from siftkv.cache import KVCache
+from siftkv.defaults import DEFAULT_KV
 from siftkv.engine.conditioning import condition
 from siftkv.engine.engine import Engine
 from siftkv.engine.graphs import DecodeGraphs
@@ -61,7 +62,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | LoadedModel,
-        kv: Kv = "diffkv",
+        kv: Kv = DEFAULT_KV,
         *,
         formats: Iterable[str] = (),
         dtype: str | torch.dtype = "auto",
