@@ -12,11 +12,18 @@ _ROOM = 2
 
 
 def open_for(
-    model: LoadedModel, policy: Policy, tokens: int, requests: int, formats: tuple[str, ...] = (), kernels: str = "auto"
+    model: LoadedModel,
+    policy: Policy,
+    tokens: int,
+    requests: int,
+    formats: tuple[str, ...] = (),
+    kernels: str = "auto",
+    memory_bytes: int | None = None,
+    max_window: int | None = None,
 ) -> LLM:
     """An LLM for `requests` requests of at most `tokens` tokens at a time, whatever their policy keeps.
 
-    formats, kernels: as in `LLM`. Raises what `LLM` raises.
+    memory_bytes: less, where some may wait. formats, kernels, max_window: as in `LLM`. Raises what `LLM` raises.
     """
     config = model.config
     per_token = config.num_layers * config.num_kv_heads * config.head_dim * 2 * model.decoder.dtype.itemsize
@@ -27,6 +34,7 @@ def open_for(
         formats=formats,
         max_model_len=tokens,
         max_num_seqs=requests,
-        kv_cache_memory_bytes=max(needed, DEFAULT_MEMORY),
+        kv_cache_memory_bytes=max(needed, DEFAULT_MEMORY) if memory_bytes is None else memory_bytes,
         kernels=kernels,
+        max_window=max_window,
     )

@@ -11,6 +11,7 @@ import typer
 from siftkv.cli import options
 from siftkv.cli.console import Counter, busy, plain_table, say, stdout_console
 from siftkv.cli.evaluate import DEFAULT_KV, Device, Out, Settings, about_model, finish, load, version
+from siftkv.cli.serve import parse_size
 from siftkv.errors import SiftKVError
 
 if TYPE_CHECKING:
@@ -37,6 +38,14 @@ def tasks(
             show_default=False,
         ),
     ] = None,
+    examples: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TASK=FILE, worked examples before each problem as earlier turns of its conversation: lines with "
+            "'question' and 'answer'; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First problems of each task.", show_default=False)] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)] = 0.0,
@@ -56,6 +65,14 @@ def tasks(
     seed: Annotated[int, typer.Option(help="The same draws under every setting.", rich_help_panel=_SAMPLING)] = 0,
     repeats: Annotated[int, typer.Option(help="Answers a problem; needs sampling.", rich_help_panel=_SAMPLING)] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes of the whole KV cache: 12GiB, 800MB; requests that find no room wait.  "
+            "[default: room for all of a batch]",
+            show_default=False,
+        ),
+    ] = None,
     out: Out = "siftkv-eval/tasks",
     device: Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -80,24 +97,29 @@ def tasks(
         from siftkv.evaluate.resume import Records, fingerprint
         from siftkv.evaluate.tasks import plots, results
         from siftkv.evaluate.tasks import run as bench
+        from siftkv.evaluate.tasks.examples import with_examples
 
-        files = _files(data or [])
+        files, shown = _files("--data", data or []), _files("--examples", examples or [])
         made = task or ([] if files else ["strict_json", "tool_call"])
-        problems = bench.gather(files, made, limit, seed)
+        problems = with_examples(bench.gather(files, made, limit, seed), shown)
         sampling = bench.Sampling(max_tokens, temperature, top_p, top_k, min_p, seed, repeats)
         settings = distinct(["full", *(kv or DEFAULT_KV)])
+        pool = parse_size("--kv-cache-memory", kv_cache_memory) if kv_cache_memory else None
     runs_code = {"humaneval", "mbpp"} & files.keys()
     if runs_code and not network_guard():
         say("note: this machine cannot take the network away from a process; the model's code runs with it")
     loaded = load(model, dtype, device)
     records = Records(Path(out) / RECORDS, {"model": fingerprint(loaded)} | version())
     with Counter("Answering", bench.pending(loaded, problems, settings, sampling, records)) as counter:
-        answers = bench.run(loaded, problems, settings, sampling, records, batch, progress=counter.advance)
+        answers = bench.run(
+            loaded, problems, settings, sampling, records, batch, progress=counter.advance, memory_bytes=pool
+        )
     scores, flipped = results.summarise(answers), results.flips(answers)
     title = f"{loaded.name}: {', '.join(dict.fromkeys(p.task for p in problems))}"
     pictures = plots.draw(scores, out, title)
     _show(scores)
-    about = about_model(loaded) | {"sampling": asdict(sampling), "batch": batch}
+    about = about_model(loaded) | {"sampling": asdict(sampling), "batch": batch, "examples": sorted(shown)}
+    about["kv_cache_memory_bytes"] = pool
     if runs_code:
         about["code_without_network"] = bool(network_guard())
     kept = results.task_data(scores, flipped, answers, about)
@@ -105,15 +127,15 @@ def tasks(
     finish(report, out)
 
 
-def _files(data: list[str]) -> dict[str, str]:
+def _files(option: str, data: list[str]) -> dict[str, str]:
     """`TASK=FILE` as a mapping. Raises SiftKVError for anything else."""
     files: dict[str, str] = {}
     for part in data:
         name, equals, path = part.partition("=")
         if not equals or not path:
-            raise SiftKVError(f"--data {part!r}: write TASK=FILE, such as gsm8k=test.jsonl")
+            raise SiftKVError(f"{option} {part!r}: write TASK=FILE, such as gsm8k=test.jsonl")
         if name in files:
-            raise SiftKVError(f"--data names {name} twice: join the files first")
+            raise SiftKVError(f"{option} names {name} twice: join the files first")
         files[name] = path
     return files
 

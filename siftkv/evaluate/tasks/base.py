@@ -21,7 +21,7 @@ Row = TypeVar("Row", bound=BaseModel)
 @dataclass(frozen=True)
 class Problem:
     """One problem. message: what a user asks in a chat. plain: the same for a model without a chat template, with the
-    strings that end its answer. gold: what the judge needs.
+    strings that end its answer. gold: what the judge needs. examples: (question, answer) of worked ones before it.
     """
 
     task: str
@@ -30,6 +30,17 @@ class Problem:
     plain: str
     stop: tuple[str, ...] = ()
     gold: Mapping[str, Any] = field(default_factory=dict)
+    examples: tuple[tuple[str, str], ...] = ()
+
+    def turns(self) -> list[dict[str, str]]:
+        """The conversation that asks it."""
+        said = [text for pair in self.examples for text in pair]
+        roles = ["user", "assistant"] * len(self.examples) + ["user"]
+        return [{"role": role, "content": text} for role, text in zip(roles, [*said, self.message], strict=True)]
+
+    def text(self) -> str:
+        """The same for a model without a chat template."""
+        return "".join(f"{question}\n{answer}\n\n" for question, answer in self.examples) + self.plain
 
 
 @dataclass(frozen=True)

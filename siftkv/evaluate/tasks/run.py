@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from siftkv.benchmarks.opening import open_for
+from siftkv.engine.llm import LLM
 from siftkv.engine.outputs import CompletionOutput
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.errors import RequestError, SiftKVError
@@ -25,6 +26,7 @@ from siftkv.policies import parse_policy
 _KINDS: tuple[type[Task], ...] = (GSM8K, Math500, Aime24, Aime25, UMath, HumanEval, MBPP, StrictJSON, ToolCall)
 TASKS: dict[str, Task] = {kind.name: kind() for kind in _KINDS}
 """Every task by its name."""
+_LEAST_WINDOW = 16
 
 
 @dataclass(frozen=True)
@@ -112,27 +114,36 @@ def run(
     batch: int = 8,
     kernels: str = "auto",
     progress: Callable[[], None] = lambda: None,
+    memory_bytes: int | None = None,
 ) -> list[Answer]:
     """Answer what `records` lacks; answers of all, by setting, then problem, then repeat.
 
-    batch: requests at a time. progress: called after each answer. Raises PolicyError, FormatError, RequestError or
-    OutOfPages for what does not fit the model or the machine.
+    batch: requests at a time. progress: called after each answer. memory_bytes: of the cache; by default what `batch`
+    requests of the longest problem could need. Raises PolicyError, FormatError, RequestError, SiftKVError or OutOfPages
+    for what does not fit the model or the machine.
     """
-    chat = bool(getattr(model.tokenizer, "chat_template", None))
+    chat = _chats(model)
     for kv in settings:
         left = {key: at for key, *at in _todo(problems, sampling, chat) if records.get(kv, key) is None}
         if left:
-            for key, output, seconds in _generate(model, kv, problems, left, sampling, batch, kernels):
-                records.add(kv, key, _judged(problems[left[key][0]], output, seconds, chat))
+            asked = {key: (problems[i], repeat) for key, (i, repeat) in left.items()}
+            own = [problem for problem, _ in asked.values()]
+            llm = open_engine(model, kv, own, sampling, batch, kernels, memory_bytes)
+            for key, output, seconds in generate(llm, asked, sampling):
+                records.add(kv, key, judged(problems[left[key][0]], Raw.of(output, seconds), chat))
                 progress()
     return list(_answers(problems, settings, sampling, chat, records))
+
+
+def _chats(model: LoadedModel) -> bool:
+    return bool(getattr(model.tokenizer, "chat_template", None))
 
 
 def pending(
     model: LoadedModel, problems: Sequence[Problem], settings: Sequence[str], sampling: Sampling, records: Records
 ) -> int:
     """How many answers `records` lacks."""
-    chat = bool(getattr(model.tokenizer, "chat_template", None))
+    chat = _chats(model)
     keys = [key for key, *_ in _todo(problems, sampling, chat)]
     return sum(records.get(kv, key) is None for kv in settings for key in keys)
 
@@ -142,56 +153,76 @@ def _todo(problems: Sequence[Problem], sampling: Sampling, chat: bool) -> Iterat
     settings = f"{asdict(sampling) | {'repeats': 0}}"
     for i, problem in enumerate(problems):
         asked = problem.message if chat else f"{problem.plain}{problem.stop}"
+        asked += f"{problem.examples}" if problem.examples else ""
         digest = zlib.crc32(f"{asked}|{problem.gold}|{settings}".encode())
         for repeat in range(sampling.repeats):
             yield f"{problem.task}/{problem.name}/{repeat}/{digest:08x}", i, repeat
 
 
-def _generate(
+def open_engine(
     model: LoadedModel,
     kv: str,
     problems: Sequence[Problem],
-    left: Mapping[str, list[int]],
     sampling: Sampling,
     batch: int,
-    kernels: str,
-) -> Iterator[tuple[str, CompletionOutput, float]]:
+    kernels: str = "auto",
+    memory_bytes: int | None = None,
+) -> LLM:
+    """An engine for one setting, long enough for these problems and their answers, with windows of the policy's size.
+
+    Raises RequestError for a problem beyond the model's context, and what `LLM` raises.
+    """
     limit = model.config.context_limit
-    prompts = {i: _prompt(model, problems[i]) for i, _ in left.values()}
-    longest = max(len(ids) for ids in prompts.values())
+    longest = max(len(_prompt(model, problem)) for problem in problems)
     if longest >= limit:
         raise RequestError(f"a problem has {longest} tokens and the context of {model.name} holds {limit}")
-    llm = open_for(model, parse_policy(kv), min(limit, longest + sampling.max_tokens), batch, (), kernels)
-    chat = bool(getattr(model.tokenizer, "chat_template", None))
+    policy = parse_policy(kv)
+    tokens = min(limit, longest + sampling.max_tokens)
+    return open_for(model, policy, tokens, batch, (), kernels, memory_bytes, max(_LEAST_WINDOW, policy.window))
+
+
+def generate(
+    llm: LLM, asked: Mapping[str, tuple[Problem, int]], sampling: Sampling
+) -> Iterator[tuple[str, CompletionOutput, float]]:
+    """(key, output, seconds) of each problem and repeat, as `siftkv.evaluate.generation.complete` hands them out."""
+    chat = _chats(llm.model)
     requests = [
-        Request(key, prompts[i], sampling.params(problems[i].name, repeat, () if chat else problems[i].stop))
-        for key, (i, repeat) in left.items()
+        Request(key, _prompt(llm.model, p), sampling.params(p.name, repeat, () if chat else p.stop))
+        for key, (p, repeat) in asked.items()
     ]
     return complete(llm.engine, llm.kv, requests)
 
 
 def _prompt(model: LoadedModel, problem: Problem) -> list[int]:
     tokenizer: Any = model.tokenizer
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(problem.plain)["input_ids"])
-    messages = [{"role": "user", "content": problem.message}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if not _chats(model):
+        return list(tokenizer(problem.text())["input_ids"])
+    text = tokenizer.apply_chat_template(problem.turns(), tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _judged(problem: Problem, output: CompletionOutput, seconds: float, chat: bool) -> dict[str, Any]:
-    truncated = output.finish_reason == "length"
-    judgement = TASKS[problem.task].judge(problem, output.text, truncated, chat)
-    return {
-        "correct": judgement.correct,
-        "valid": judgement.valid,
-        "truncated": truncated,
-        "tokens": len(output.token_ids),
-        "seconds": round(seconds, 4),
-        "answer": judgement.answer,
-        "text": output.text,
-        "cache": cache_fields(output.kv.to_dict()) if output.kv else {},
-    }
+@dataclass(frozen=True)
+class Raw:
+    """An answer before it is judged; fields as in `Answer`."""
+
+    text: str
+    truncated: bool
+    tokens: int
+    seconds: float
+    cache: dict[str, Any]
+
+    @classmethod
+    def of(cls, output: CompletionOutput, seconds: float) -> Raw:
+        """What is kept of an output."""
+        cache = cache_fields(output.kv.to_dict()) if output.kv else {}
+        truncated = output.finish_reason == "length"
+        return cls(output.text, truncated, len(output.token_ids), round(seconds, 4), cache)
+
+
+def judged(problem: Problem, raw: Raw, chat: bool) -> dict[str, Any]:
+    """The fields of a record. chat: whether the problem was asked in a conversation."""
+    judgement = TASKS[problem.task].judge(problem, raw.text, raw.truncated, chat)
+    return asdict(judgement) | asdict(raw)
 
 
 def _answers(
