@@ -19,7 +19,7 @@ FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    server = Live(lambda: LLM("smollm2-135m", formats=["bf16"], max_num_seqs=8, max_model_len=1024))
+    server = Live(lambda: LLM("smollm2-135m", "diffkv", formats=["bf16"], max_num_seqs=8, max_model_len=1024))
     server.ready()
     yield server
     server.check_settled()
@@ -35,7 +35,7 @@ def test_an_answer_is_that_of_the_library(client: OpenAI, live: Live) -> None:
     answer = client.chat.completions.create(model="smollm2-135m", messages=FRANCE, max_tokens=12, temperature=0)
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.usage is not None
-    alone = LLM("smollm2-135m", max_num_seqs=1, max_model_len=256)
+    alone = LLM("smollm2-135m", "diffkv", max_num_seqs=1, max_model_len=256)
     expected = alone.generate([alone.chat_prompt(FRANCE)], SamplingParams(temperature=0, max_tokens=12))[0]
     assert answer.choices[0].message.content == expected.text
 
