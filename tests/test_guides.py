@@ -17,16 +17,21 @@ from siftkv.engine.grammar import GrammarCompiler
 from siftkv.engine.pipeline import flies
 from siftkv.engine.sampler import NonFiniteLogits, Sampler, SamplingRow
 from siftkv.engine.scheduler import Scheduler
-from siftkv.errors import NumericsError, RequestError
+from siftkv.errors import RequestError
 from tests.server.live import byte_llm, byte_tokenizer
 
 
 class Allow:
     """A guide that allows a fixed set of tokens, and remembers what it was asked."""
 
-    def __init__(self, *tokens: int) -> None:
+    def __init__(self, *tokens: int, why: str | None = None) -> None:
         self.tokens = tokens
+        self.why = why
         self.asked: list[list[int]] = []
+
+    @property
+    def failure(self) -> str | None:
+        return self.why
 
     def start(self) -> Allow:
         return self
@@ -89,11 +94,21 @@ def test_a_guide_that_allows_nothing_fails_its_row_alone() -> None:
         Sampler().sample(logits, [row(SamplingParams()), row(SamplingParams(guide=Allow()))])
     assert caught.value.rows == (1,)
     llm = byte_llm()
-    good, bad = SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0, guide=Allow())
-    with pytest.raises(NumericsError) as failed:
+    good = SamplingParams(temperature=0, max_tokens=3)
+    bad = SamplingParams(temperature=0, guide=Allow(why="too many items."))
+    with pytest.raises(RequestError, match="grammar cannot go on: too many items; use") as failed:
         llm.generate([[5, 6], [5, 6]], [good, bad])
     assert len(failed.value.outputs[0].token_ids) == 3  # type: ignore[attr-defined]
     assert llm.cache.free_pages == llm.cache.spec.num_pages
+
+
+def test_logits_that_are_wrong_themselves_are_not_blamed_on_the_grammar() -> None:
+    logits = torch.randn(2, 50)
+    logits[1, 4] = torch.nan
+    rows = [row(SamplingParams(guide=Allow(why="w"))), row(SamplingParams(guide=Allow(4)))]
+    with pytest.raises(NonFiniteLogits) as caught:
+        Sampler().sample(logits, rows)
+    assert (caught.value.rows, caught.value.stuck) == ((0, 1), {0: "w"})
 
 
 def test_a_guided_step_waits_for_the_host() -> None:

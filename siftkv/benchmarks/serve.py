@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,13 +12,22 @@ from typing import Any, Literal
 import numpy as np
 
 from siftkv.benchmarks.results import Row
+from siftkv.benchmarks.serve_fleet import Closed, Fleet, Open
 from siftkv.benchmarks.serve_load import Load, Outcome, Target, Work
 from siftkv.benchmarks.serve_prompts import poisson_times
 from siftkv.benchmarks.serve_watch import ServerState, Watch, memory_growth
 from siftkv.errors import SiftKVError
 
 KNEE = 3.0
-"""The knee is the highest rate up to which latency a token stays within this multiple of that at the lowest rate."""
+WAITING = 0.1
+"""The knee is the highest rate up to which latency a token stays within `KNEE` times that at the lowest rate, and the
+mean time to the first token within this share of the mean whole answer: beyond, requests wait in a queue that grows.
+"""
+
+QUARTER, UNSIFTED, QUARTER_BAR = 0.25, 0.9, 2.5
+"""A setting with at most a quarter of bf16's bytes is meant to have its knee at so many times the rate of one that has
+nearly all of them.
+"""
 
 FLAT = 1.05
 """Most growth of resident memory in a run that is to leave memory flat."""
@@ -100,6 +109,7 @@ async def measure(
     seed: int = 0,
     warmup: int = 4,
     slo: Slo | None = None,
+    fleet: Fleet | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Point]:
     """Load a server level by level. Every level has prompts and arrivals of its own, from `seed`.
@@ -107,44 +117,44 @@ async def measure(
     requests: at each level; with `seconds`, as many as arrive in that time. Raises SiftKVError when no request of the
     warm-up is answered.
     """
-    await _warm_up(target, make(warmup, random.Random(f"{seed} warm-up")))
+    await warm_up(target, make(warmup, random.Random(f"{seed} warm-up")))
     points = []
     for place, level in enumerate(levels):
         generator = random.Random(f"{seed} {place} {level.name}")
         count = max(1, round(level.value * seconds)) if seconds and level.kind == "rate" else requests
         works = make(count, generator)
-        async with Watch(target) as watch, Load(target) as load:
-            if level.kind == "rate":
-                outcomes = await load.open_loop(works, poisson_times(level.value, count, generator))
-            else:
-                outcomes = await load.closed_loop(works, int(level.value), seconds)
+        how = _arrivals(level, count, seconds, generator)
+        async with Watch(target) as watch:
+            outcomes = await (fleet or Fleet()).send(target, works, how)
             await watch.settle()
-        points.append(summarise(level, works, outcomes, slo or Slo(), watch.states))
+        points.append(summarise(level, outcomes, slo or Slo(), watch.states))
         progress(f"{level.name}: {points[-1].ok} of {points[-1].sent} answered in {points[-1].seconds:.1f} s")
     return points
 
 
-async def _warm_up(target: Target, works: list[Work]) -> None:
+def _arrivals(level: LoadLevel, count: int, seconds: float | None, generator: random.Random) -> Open | Closed:
+    if level.kind == "rate":
+        return Open(poisson_times(level.value, count, generator))
+    return Closed(int(level.value), seconds)
+
+
+async def warm_up(target: Target, works: list[Work]) -> None:
+    """Send requests before anything is measured. Raises SiftKVError when none is answered."""
     async with Load(target) as load:
         outcomes = await load.closed_loop(works, max(1, len(works)), None)
     if outcomes and all(outcome.status != "ok" for outcome in outcomes):
         raise SiftKVError(f"{target.url} answers no request: {outcomes[0].error}")
 
 
-def summarise(
-    level: LoadLevel, works: Sequence[Work], outcomes: Sequence[Outcome], slo: Slo, watched: list[ServerState]
-) -> Point:
-    """The figures of one load level. Outcome `i` is of work `i`, round and round."""
+def summarise(level: LoadLevel, outcomes: Sequence[Outcome], slo: Slo, watched: list[ServerState]) -> Point:
+    """The figures of one load level."""
     ok = [o for o in outcomes if o.status == "ok"]
     seconds = max((o.started + o.end_s for o in outcomes), default=0.0) - min((o.started for o in outcomes), default=0)
     errors: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.status == "error":
             errors[outcome.error or "?"] = errors.get(outcome.error or "?", 0) + 1
-    asked = [works[i % len(works)].max_tokens for i in range(len(outcomes))]
-    missing = sum(
-        n - o.output_tokens for n, o in zip(asked, outcomes) if o.status == "ok" and o.finish_reason == "length"
-    )
+    missing = sum(o.asked - o.output_tokens for o in ok if o.finish_reason == "length")
     ratios = [o.kv["ratio"] for o in ok if o.kv and "ratio" in o.kv]
     span = max(seconds, 1e-9)
     return Point(
@@ -178,13 +188,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def knee(points: Sequence[Point]) -> float | None:
-    """The highest rate before latency a token first exceeds `KNEE` times that at the lowest rate; None without
+    """The highest rate before latency a token or waiting first exceeds `KNEE` or `WAITING`; None for fewer than two
     rates.
     """
     rates = sorted((p for p in points if p.kind == "rate"), key=lambda p: p.value)
     found = None
-    for point in rates:
-        if not point.per_token["mean"] <= KNEE * rates[0].per_token["mean"]:
+    for point in rates if len(rates) > 1 else ():
+        waits = point.ttft["mean"] > WAITING * point.e2e["mean"]
+        if waits or not point.per_token["mean"] <= KNEE * rates[0].per_token["mean"]:
             break
         found = point.value
     return found
@@ -211,6 +222,25 @@ def rows(points: Sequence[Point], label: str) -> list[Row]:
             found.append(Row(what=what, value=p.memory_growth, bar=f"<= {FLAT}"))
     turn = knee(points)
     return found if turn is None else [*found, Row(what=f"{label}: knee", value=turn, unit="requests/s")]
+
+
+def against(points: Sequence[Point], label: str, others: Mapping[str, Sequence[Point]]) -> list[Row]:
+    """How the knee stands to those of other runs; a quarter of the bytes is held to `QUARTER_BAR`."""
+    found, own = [], knee(points)
+    for name, other in others.items():
+        turn = knee(other)
+        if own is None or turn is None:
+            continue
+        held = _ratio(points) <= QUARTER <= UNSIFTED <= _ratio(other)
+        what = f"{label}: knee by that of {name}"
+        found.append(Row(what=what, value=own / turn, unit="x", bar=f">= {QUARTER_BAR}" if held else None))
+    return found
+
+
+def _ratio(points: Sequence[Point]) -> float:
+    """Mean share of bf16's bytes; NaN where a server does not tell."""
+    told = [p.kv_ratio for p in points if p.kv_ratio is not None]
+    return sum(told) / len(told) if told else math.nan
 
 
 def to_data(points: Sequence[Point], label: str, about: dict[str, Any]) -> dict[str, Any]:

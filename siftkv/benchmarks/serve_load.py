@@ -42,13 +42,19 @@ class Target:
         timeout = httpx.Timeout(self.timeout, connect=30.0)
         return httpx.AsyncClient(base_url=self.url.rstrip("/"), headers=headers, limits=limits, timeout=timeout)
 
+    @property
+    def streams(self) -> bool:
+        """Whether answers are asked for as they come; `extra` may say otherwise."""
+        return bool(self.extra.get("stream", True))
+
     def body(self, work: Work) -> dict[str, Any]:
-        """The body of one streaming request."""
+        """The body of one request."""
         prompt: dict[str, Any] = {"prompt": work.prompt}
         if self.endpoint == "chat":
             prompt = {"messages": [{"role": "user", "content": work.prompt}]}
-        shared = {"model": self.model, "max_tokens": work.max_tokens, "stream": True}
-        return shared | {"stream_options": {"include_usage": True}} | prompt | self.extra
+        shared = {"model": self.model, "max_tokens": work.max_tokens, "stream": self.streams}
+        options = {"stream_options": {"include_usage": True}} if self.streams else {}
+        return shared | options | prompt | self.extra
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,9 @@ class Work:
 class Outcome:
     """What became of one request. Times in seconds: started from the start of the run, the others from `started`.
 
-    piece_s: when each piece of the answer came. output_tokens: as the server counts them, else pieces. kv: `usage.kv`.
-    tokens: `(text, gap)` of every token where log-probabilities were asked for; gap between the two likeliest, in nats.
+    asked: tokens that it asked for at most. piece_s: when each piece of the answer came. output_tokens: as the server
+    counts them, else pieces. kv: `usage.kv`. tokens: `(text, gap)` of every token where log-probabilities were asked
+    for; gap between the two likeliest, in nats.
     """
 
     started: float
@@ -83,6 +90,7 @@ class Outcome:
     finish_reason: str | None = None
     kv: dict[str, Any] | None = None
     tokens: list[tuple[str, float]] = field(default_factory=list)
+    asked: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -144,8 +152,10 @@ class Load:
         return outcomes
 
     async def _send(self, work: Work) -> Outcome:
-        outcome = Outcome(time.perf_counter() - self._began)
-        send: Callable[[Work, Outcome], Awaitable[None]] = self._stream if work.malformed is None else self._malformed
+        outcome = Outcome(time.perf_counter() - self._began, asked=work.max_tokens)
+        send: Callable[[Work, Outcome], Awaitable[None]] = self._stream if self.target.streams else self._answer
+        if work.malformed is not None:
+            send = self._malformed
         try:
             await send(work, outcome)
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -168,6 +178,19 @@ class Load:
             outcome.status, outcome.error = "accepted", "a malformed request was accepted"
         else:
             outcome.error = f"{response.status_code}: {response.text[:200]}"
+
+    async def _answer(self, work: Work, outcome: Outcome) -> None:
+        """A whole answer in one piece."""
+        response = await self._client.post(PATHS[self.target.endpoint], json=self.target.body(work))
+        outcome.code = response.status_code
+        if response.status_code != 200:
+            outcome.error = f"{response.status_code}: {response.text[:200]}"
+            return
+        answer = response.json()
+        for choice in answer["choices"]:
+            choice["text"] = choice.get("text") or (choice.get("message") or {}).get("content")
+        self._take(answer, outcome)
+        self._whole(outcome)
 
     async def _stream(self, work: Work, outcome: Outcome) -> None:
         if work.leave_after == 0:

@@ -15,6 +15,7 @@ from siftkv.cli import (
     bench,
     bench_engine,
     bench_gpu,
+    bench_overhead,
     bench_selection,
     bench_serve,
     calibrate,
@@ -59,6 +60,7 @@ bench.app.command()(bench_gpu.manager)
 bench.app.command()(bench_gpu.latency)
 bench.app.command()(bench_gpu.hardkv)
 bench.app.command()(bench_serve.serve)
+bench.app.command("serve-overhead")(bench_overhead.overhead)
 app.add_typer(bench.app, name="bench")
 evaluate.app.command()(evaluate_retrieval.retrieval)
 evaluate.app.command()(evaluate_tasks.tasks)

@@ -40,6 +40,15 @@ def serve(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests at each level.")] = 100,
     duration: Annotated[float | None, typer.Option(min=0.1, help="Seconds at each level, instead.")] = None,
+    ramp: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Rates follow one another without a pause, and requests of each one's first so many seconds are load "
+            "alone; needs --duration.",
+            show_default=False,
+        ),
+    ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before anything is measured.")] = 4,
     seed: Annotated[int, typer.Option(help="Of prompts, arrivals and disturbances.")] = 0,
     prompts: Annotated[
@@ -72,6 +81,9 @@ def serve(
         float, typer.Option(help="Share that goes away at a random point.", rich_help_panel=_DISTURB)
     ] = 0.3,
     malformed_share: Annotated[float, typer.Option(help="Share that is malformed.", rich_help_panel=_DISTURB)] = 0.1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes that send the load: one reads some 5,000 tokens a second.")
+    ] = 1,
     label: Annotated[str | None, typer.Option(help="Name of this run.  [default: the kv setting or model]")] = None,
     compare: Annotated[
         list[str] | None, typer.Option(help="Results files of other runs to draw beside this one; repeatable.")
@@ -85,6 +97,7 @@ def serve(
     Examples:
       siftkv bench serve --rate 0.5,1,2,4 --requests 60 --json full.json
       siftkv bench serve --rate 1,2,4,8 --kv diffkv --compare full.json --plot latency.png
+      siftkv bench serve --rate 1,2,4,8 --duration 60 --ramp 20 --random-ids 32000 --ignore-eos
       siftkv bench serve --concurrency 64 --duration 300 --slo-ttft 2000 --slo-tpot 200
       siftkv bench serve --disturb --requests 1000 --concurrency 32
     """
@@ -107,7 +120,8 @@ def serve(
         return
     levels = _levels(rate, concurrency)
     slo = Slo(*(None if limit is None else limit * _MS for limit in (slo_ttft, slo_tpot, slo_e2e)))
-    _load(target, levels, make, (requests, duration, seed, warmup), slo, name, about, json_file, plot, compare or [])
+    size = (requests, duration, ramp, seed, warmup, processes)
+    _load(target, levels, make, size, slo, name, about, json_file, plot, compare or [])
 
 
 class _Maker:
@@ -155,6 +169,13 @@ def _levels(rate: str | None, concurrency: str | None) -> list[LoadLevel]:
     return found
 
 
+def _stairs(levels: Sequence[LoadLevel], seconds: float | None, ramp: float) -> list[float]:
+    rates = [level.value for level in levels if level.kind == "rate"]
+    if seconds is None or not ramp < seconds or len(rates) != len(levels) or rates != sorted(rates):
+        raise SiftKVError("--ramp needs ascending --rate alone, and a longer --duration: --rate 1,2,4 --duration 60")
+    return rates
+
+
 def _numbers(text: str | None, option: str) -> list[float]:
     try:
         found = [float(part) for part in text.split(",")] if text else []
@@ -169,7 +190,7 @@ def _load(
     target: Target,
     levels: Sequence[LoadLevel],
     make: _Maker,
-    size: tuple[int, float | None, int, int],
+    size: tuple[int, float | None, float | None, int, int, int],
     slo: Slo,
     label: str,
     about: dict[str, Any],
@@ -181,20 +202,28 @@ def _load(
 
     from siftkv.benchmarks import serve as bench
     from siftkv.benchmarks.results import ResultsFile
+    from siftkv.benchmarks.serve_fleet import Fleet
+    from siftkv.benchmarks.serve_stairs import climb
 
-    others = [bench.from_data(ResultsFile.read(path).data, path) for path in compare]
-    requests, seconds, seed, warmup = size
-    points = asyncio.run(bench.measure(target, levels, make, requests, seconds, seed, warmup, slo, say))
+    others = dict(bench.from_data(ResultsFile.read(path).data, path) for path in compare)
+    requests, seconds, ramp, seed, warmup, processes = size
+    fleet = Fleet(processes)
+    if ramp is None:
+        run = bench.measure(target, levels, make, requests, seconds, seed, warmup, slo, fleet, say)
+    else:
+        run = climb(target, _stairs(levels, seconds, ramp), make, seconds or 0, ramp, seed, warmup, slo, fleet, say)
+    points = asyncio.run(run)
     _show(points)
     turn = bench.knee(points)
     if turn is not None:
-        say(f"latency a token stays within {bench.KNEE:g} x that of the lowest rate up to {turn:g} requests/s")
-    about |= {"slo": asdict(slo), "duration": seconds, "warmup": warmup}
-    finish("serve", bench.rows(points, label), bench.to_data(points, label, about), json_file)
+        say(f"the server keeps up to {turn:g} requests/s: latency a token within {bench.KNEE:g} x the lowest, no queue")
+    about |= {"slo": asdict(slo), "duration": seconds, "ramp": ramp, "warmup": warmup, "processes": processes}
+    rows = [*bench.rows(points, label), *bench.against(points, label, others)]
+    finish("serve", rows, bench.to_data(points, label, about), json_file)
     if plot is not None:
         from siftkv.benchmarks.serve_plot import plot_latency
 
-        runs = {**dict(others), label: points}
+        runs = {**others, label: points}
         plot_latency(runs, plot, f"{target.model}: {make.told}, up to {about['max_tokens']} tokens out")
 
 

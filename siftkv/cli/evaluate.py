@@ -69,7 +69,7 @@ def gate(
         from siftkv.benchmarks.fidelity import Protocol, distinct, windows_of
         from siftkv.benchmarks.texts import read_text
         from siftkv.evaluate import gate as measure
-        from siftkv.evaluate import gate_plots, gate_results
+        from siftkv.evaluate import gate_bars, gate_plots, gate_results
         from siftkv.evaluate.report import RECORDS, Report
         from siftkv.evaluate.resume import Records, fingerprint
 
@@ -87,7 +87,9 @@ def gate(
     about = about_model(loaded) | {"protocol": asdict(protocol), "texts": [t.name for t in texts]}
     title = f"{loaded.name}, {len(cut)} x {prompt} tokens of prompt, then {forced} fed"
     gate_plots.draw(summaries, out, title)
-    sections, figures = gate_results.gate_sections(summaries, gaps), gate_results.gate_rows(summaries)
+    sections = gate_results.gate_sections(summaries, gaps)
+    bars = gate_bars.bar_rows(loaded.name, summaries) if (prompt, forced) == gate_bars.WINDOW else []
+    figures = [*bars, *gate_results.gate_rows(summaries)]
     data_kept = gate_results.gate_data(summaries, gaps, about)
     _show_gate(summaries)
     finish(Report("gate", f"Gate of {title}", figures, data_kept, sections, gate_plots.PICTURES), out)

@@ -12,6 +12,7 @@ import typer
 
 from siftkv.cli import options
 from siftkv.cli.console import busy, fetched, say
+from siftkv.defaults import DEFAULT_KV
 from siftkv.errors import SiftKVError
 
 if TYPE_CHECKING:
@@ -19,13 +20,20 @@ if TYPE_CHECKING:
 
 _HTTP = "HTTP"
 _ENGINE = "Engine"
+LoadFormat = Annotated[
+    str,
+    typer.Option(
+        help="auto, or dummy: random weights of the shape in a folder's config.json, to measure speed.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 _LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def serve(
     model: Annotated[str, typer.Argument(help="A built-in name, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
-    kv: options.Kv = "diffkv",
+    kv: options.Kv = DEFAULT_KV,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 = all.", rich_help_panel=_HTTP)
     ] = "127.0.0.1",
@@ -82,6 +90,7 @@ def serve(
     log_prompts: Annotated[bool, typer.Option(help="Write prompts to the log.", rich_help_panel=_HTTP)] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_HTTP)] = "info",
     dtype: options.Dtype = "auto",
+    load_format: LoadFormat = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)] = "cpu",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Completions that run at a time.", rich_help_panel=_ENGINE)] = 16,
@@ -133,6 +142,7 @@ def serve(
       siftkv serve smollm2-135m --kv diffkv:alpha_low=0.02
       siftkv serve ./my-model --host 0.0.0.0 --api-key secret --allow-kv full --allow-kv diffkv
       siftkv serve smollm2-135m --kv-cache-memory 2GiB --max-num-seqs 64 --max-queue 256
+      siftkv serve ./folder-with-config-json --load-format dummy --device cuda
     """
     http = {
         "model_names": tuple(served_model_name or ()),
@@ -162,7 +172,14 @@ def serve(
     _check_tls(ssl_keyfile, ssl_certfile)
     if log_level not in _LEVELS:
         raise SiftKVError(f"unknown --log-level {log_level!r}: choose {', '.join(_LEVELS)}")
-    _run(model, kv, max_queue, log_level, (host, port, ssl_keyfile, ssl_certfile), http, engine)
+    check_load_format(load_format)
+    _run(model, kv, max_queue, log_level, load_format, (host, port, ssl_keyfile, ssl_certfile), http, engine)
+
+
+def check_load_format(name: str) -> None:
+    """Raise SiftKVError for one that is not known."""
+    if name not in ("auto", "dummy"):
+        raise SiftKVError(f"unknown --load-format {name!r}: choose auto or dummy")
 
 
 def _check_tls(keyfile: str | None, certfile: str | None) -> None:
@@ -186,6 +203,7 @@ def _run(
     kv: str,
     max_queue: int,
     log_level: str,
+    load_format: str,
     place: tuple[str, int, str | None, str | None],
     http: dict[str, Any],
     engine: dict[str, Any],
@@ -205,9 +223,14 @@ def _run(
 
     def load() -> LLM:
         from siftkv import LLM
+        from siftkv.models import dummy_model
 
-        fetched(model)
-        llm = LLM(model, policy, formats=formats, **engine)
+        if load_format == "dummy":
+            found = dummy_model(model, engine["dtype"], engine["device"])
+            llm = LLM(found, policy, formats=formats, **engine)
+        else:
+            fetched(model)
+            llm = LLM(model, policy, formats=formats, **engine)
         run.warm_up(llm)
         return llm
 

@@ -279,11 +279,8 @@ class Engine:
             try:
                 drawn = self.sampler.sample(logits[rows], [sequences[row].row for row in rows])
             except NonFiniteLogits as error:
-                wrong = {rows[i] for i in error.rows}
-                chunks += [
-                    self.delivery.fail(sequences[row], NumericsError("the model gave NaN or infinite logits"))
-                    for row in wrong
-                ]
+                wrong = {rows[i]: error.reason(i) for i in error.rows}
+                chunks += [self.delivery.fail(sequences[row], reason) for row, reason in wrong.items()]
                 rows = [row for row in rows if row not in wrong]
                 continue
             for row, token, logprob in zip(rows, drawn.token_ids, drawn.logprobs, strict=True):

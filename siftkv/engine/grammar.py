@@ -36,6 +36,10 @@ class GrammarState:
         self._matcher = matcher
         self._consumed = 0
 
+    @property
+    def failure(self) -> str | None:
+        return _reason(self._matcher) if self._matcher.is_error() else None
+
     def allowed(self, output_ids: Sequence[int], vocab: int) -> Tensor:
         new = list(output_ids[self._consumed :])
         self._consumed = len(output_ids)
@@ -106,8 +110,12 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # what is too complex for the first token shows here, not in the engine
         if matcher.is_error():
-            raise RequestError(f"the {what} cannot be used: {matcher.get_error().strip().splitlines()[0]}")
+            raise RequestError(f"the {what} cannot be used: {_reason(matcher)}")
         return Grammar(matcher)
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    return (matcher.get_error().strip().splitlines() or ["the parser gave up"])[0]
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:

@@ -17,6 +17,10 @@ class GuideState(Protocol):
         Nothing is allowed once the grammar cannot go on.
         """
 
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot, in a few words; None while it can."""
+
 
 class Guide(Protocol):
     """A compiled grammar, shared by the completions of a request."""

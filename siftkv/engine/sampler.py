@@ -7,7 +7,7 @@ batch mates of a request, nor its place in the batch, nor a preemption and recom
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from siftkv.engine.guide import GuideState
 from siftkv.engine.outputs import TokenLogprob
 from siftkv.engine.sampling_params import SamplingParams
-from siftkv.errors import NumericsError
+from siftkv.errors import NumericsError, RequestError, SiftKVError
 
 # A nucleus is nearly always smaller than this; ranking so few tokens is ten times cheaper than sorting a vocabulary.
 NUCLEUS_TRIAL = 1024
@@ -28,10 +28,18 @@ NUCLEUS_TRIAL = 1024
 class NonFiniteLogits(NumericsError):
     """Some rows have NaN or +infinity, or no finite logit at all. Nothing was drawn, the other rows can be retried."""
 
-    def __init__(self, rows: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[int], stuck: Mapping[int, str] | None = None) -> None:
         self.rows = tuple(rows)
         """Rows of the batch without a usable distribution."""
+        self.stuck = dict(stuck or {})
+        """Those of them that a guide left without any token, and why."""
         super().__init__(f"The model gave NaN or infinite logits for row(s) {list(rows)} of the batch.")
+
+    def reason(self, row: int) -> SiftKVError:
+        """What to say of one of the rows."""
+        if row not in self.stuck:
+            return NumericsError("the model gave NaN or infinite logits")
+        return RequestError(f"the grammar cannot go on: {self.stuck[row].rstrip('.')}; use a simpler one")
 
 
 def random_seed() -> int:
@@ -115,7 +123,7 @@ class Sampler:
         """
         assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} requests"
         adjusted = _adjust(logits, rows)  # [B, vocab]
-        _check_finite(adjusted)
+        _check_finite(adjusted, logits, rows)
         token_ids = adjusted.argmax(-1)  # [B]; torch gives the first of equal maxima
         drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
         if drawn:
@@ -123,10 +131,12 @@ class Sampler:
         return SampledTokens(token_ids.tolist(), _logprobs(logits, rows, token_ids))
 
 
-def _check_finite(logits: Tensor) -> None:
-    finite = logits.amax(-1).isfinite()  # NaN anywhere in a row is its maximum
+def _check_finite(adjusted: Tensor, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    finite = adjusted.amax(-1).isfinite()  # NaN anywhere in a row is its maximum
     if not finite.all():
-        raise NonFiniteLogits((~finite).nonzero().flatten().tolist())
+        wrong = (~finite).nonzero().flatten().tolist()
+        stuck = {i: guide.failure for i in wrong if (guide := rows[i].guide) and logits[i].amax().isfinite()}
+        raise NonFiniteLogits(wrong, {i: why or "it allows no token that may come here" for i, why in stuck.items()})
 
 
 def _adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from siftkv.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from siftkv.models.decoder import Attend, Decoder
+from siftkv.models.dummy import dummy_model
 from siftkv.models.loading import LoadedModel, load_model
 from siftkv.models.random_weights import random_model
 from siftkv.models.registry import BuiltinModel, list_models, model_path, pull
@@ -18,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "RopeConfig",
     "RotaryTable",
+    "dummy_model",
     "list_models",
     "load_model",
     "model_path",

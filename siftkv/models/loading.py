@@ -49,8 +49,8 @@ def load_model(
     bfloat16 or float16. Raises `ModelError` for everything that is missing, damaged or not supported; the message says
     what to do.
     """
-    device = _usable_device(device)
-    wanted = _parse_dtype(dtype)
+    device = usable_device(device)
+    wanted = parse_dtype(dtype)
     path, name = _locate(str(name_or_path))
     with torch.inference_mode(False), torch.no_grad():
         if path.suffix == ".gguf":
@@ -130,7 +130,8 @@ def _loaded(
     return LoadedModel(config, decoder, tokenizer, name, settings)
 
 
-def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The dtype that is meant, None for "auto". Raises `ModelError` for one that models do not run in."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype == "auto":
         return None
@@ -139,7 +140,8 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
-def _usable_device(device: str | torch.device) -> torch.device:
+def usable_device(device: str | torch.device) -> torch.device:
+    """A CPU or CUDA device that is here; raises `ModelError` otherwise."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -17,7 +17,7 @@ import siftkv
 from siftkv.errors import SiftKVError
 from siftkv.server import routes_generate, routes_model, stats
 from siftkv.server.errors import ApiError, api_error, validation_error
-from siftkv.server.middleware import ApiKey, BodyLimit, RequestLog, TooLarge
+from siftkv.server.middleware import ApiKey, BodyLimit, Head, RequestLog, TooLarge
 from siftkv.server.service import Service
 from siftkv.server.settings import ServerSettings
 from siftkv.server.worker import EngineWorker
@@ -85,6 +85,7 @@ def _handle_errors(app: FastAPI) -> None:
 
 def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
     """The last one added is the outermost: preflight requests of browsers carry no key."""
+    app.add_middleware(Head, endless=[stats.STREAM_PATH])
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKey, keys=settings.api_keys, open_paths=OPEN_PATHS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from siftkv.engine.outputs import StreamChunk
 from siftkv.engine.sampling_params import SamplingParams
@@ -31,14 +31,43 @@ Item = tuple[int, StreamChunk]
 """The place of a request in its generation, and what a step added to one of its completions."""
 
 
+def merged(items: list[Item]) -> list[Item]:
+    """The same items with one chunk a completion, which holds all that came for it."""
+    if len(items) == 1:
+        return items
+    found: dict[tuple[int, int], StreamChunk] = {}
+    for place, chunk in items:
+        before = found.get((place, chunk.index))
+        found[place, chunk.index] = chunk if before is None else _joined(before, chunk)
+    return [(place, chunk) for (place, _), chunk in found.items()]
+
+
+def _joined(first: StreamChunk, second: StreamChunk) -> StreamChunk:
+    logprobs = [*(first.logprobs or ()), *(second.logprobs or ())]
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=logprobs or None,
+    )
+
+
 class Generation:
-    """Requests that were submitted together. Made and read in one event loop; filled from the engine's thread."""
+    """Requests that were submitted together. Made and read in one event loop; filled from the engine's thread.
+
+    whole: only the chunks that end a completion are handed over.
+    """
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], request_id: str, cancel: Callable[[Generation], None]
+        self,
+        requests: Sequence[GenerationRequest],
+        request_id: str,
+        cancel: Callable[[Generation], None],
+        whole: bool = False,
     ) -> None:
         self.requests = tuple(requests)
         self.ids = [request_id if i == 0 else f"{request_id}-{i}" for i in range(len(requests))]
+        self.whole = whole
         self.completions = sum(request.params.n for request in requests)
         self.arrived = time.perf_counter()
         """When its times begin: the engine may take a step of many seconds before it looks at new requests."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from asyncio import AbstractEventLoop
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from siftkv.engine.llm import LLM
 from siftkv.engine.outputs import StreamChunk
 from siftkv.engine.sequence import Sequence
 from siftkv.errors import SiftKVError
-from siftkv.server.generation import Generation, Item, call_in
+from siftkv.server.courier import Couriers, Load, Parcel
+from siftkv.server.generation import Generation
 from siftkv.server.metrics import ServerMetrics
 
 _LEARNING_RATE = 0.1
@@ -37,6 +36,7 @@ class Ledger:
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
         self._entries: dict[str, _Entry] = {}
+        self._couriers = Couriers()
         self._request_seconds = 1.0
 
     def enter(self, generation: Generation) -> None:
@@ -50,37 +50,38 @@ class Ledger:
         return min(_LONGEST_WAIT, max(1, round(self._request_seconds)))
 
     def deliver(self, llm: LLM, chunks: list[StreamChunk]) -> int:
-        """Hand a step's chunks over: one call into the event loop a step, however many requests there are."""
-        items: dict[Generation, list[Item]] = defaultdict(list)
-        errors: dict[Generation, SiftKVError] = {}
+        """Hand a step's chunks over: one call into the event loop a step at most, however many requests there are."""
+        load: Load = {}
         try:
-            return self._sort(llm, chunks, items, errors)
+            return self._sort(llm, chunks, load)
         finally:  # what has been sorted must arrive even if the engine fails over the rest
-            self._hand_over(items, errors)
+            self._couriers.send(load)
 
-    def _sort(
-        self,
-        llm: LLM,
-        chunks: list[StreamChunk],
-        items: dict[Generation, list[Item]],
-        errors: dict[Generation, SiftKVError],
-    ) -> int:
+    def _sort(self, llm: LLM, chunks: list[StreamChunk], load: Load) -> int:
         """Put chunks where they belong, and close what has ended. Returns the completions that have."""
         now, ended = time.perf_counter(), 0
+        gaps: list[float] = []
         for chunk in chunks:
             entry = self._entries.get(chunk.request_id)
             if entry is None:
                 continue  # it was cancelled
             sequence = llm.engine.sequences(chunk.request_id)[chunk.index]
-            self._measure(entry, chunk, sequence, now)
+            if chunk.token_ids:
+                self._measure(entry, chunk, sequence, now, gaps)
+            if entry.generation.whole and chunk.finish_reason is None:
+                continue
+            parcel = load.setdefault(entry.generation, Parcel())
             if sequence.error is not None:
-                errors[entry.generation] = sequence.error
+                parcel.error = parcel.error or sequence.error
             else:
-                items[entry.generation].append((entry.place, chunk))
+                parcel.items.append((entry.place, chunk))
             if chunk.finish_reason is not None:
                 ended += 1
+                self._finished(sequence)
                 self._close(llm, chunk.request_id, entry)
-        return ended + sum(self.drop(llm, generation) for generation in errors)
+        self._metrics.further_tokens(gaps)
+        failed = [generation for generation, parcel in load.items() if parcel.error is not None]
+        return ended + sum(self.drop(llm, generation) for generation in failed)
 
     def drop(self, llm: LLM, generation: Generation) -> int:
         """End what is open of a generation, without a word to it; its pages return."""
@@ -110,7 +111,7 @@ class Ledger:
             if llm is not None:
                 self.drop(llm, generation)
         self._entries.clear()
-        self._hand_over({}, dict.fromkeys(generations, error))
+        self._couriers.send({generation: Parcel(error=error) for generation in generations})
 
     def _close(self, llm: LLM, request_id: str, entry: _Entry) -> None:
         entry.open -= 1
@@ -118,16 +119,13 @@ class Ledger:
             del self._entries[request_id]
             llm.engine.forget(request_id)
 
-    def _measure(self, entry: _Entry, chunk: StreamChunk, sequence: Sequence, now: float) -> None:
-        if chunk.token_ids:
-            before = entry.last.get(chunk.index)
-            entry.last[chunk.index] = now
-            if before is None:
-                self._metrics.first_token(now - sequence.arrival)
-            else:
-                self._metrics.token(now - before)
-        if chunk.finish_reason is not None:
-            self._finished(sequence)
+    def _measure(self, entry: _Entry, chunk: StreamChunk, sequence: Sequence, now: float, gaps: list[float]) -> None:
+        before = entry.last.get(chunk.index)
+        entry.last[chunk.index] = now
+        if before is None:
+            self._metrics.first_token(now - sequence.arrival)
+        else:
+            gaps.append(now - before)
 
     def _finished(self, sequence: Sequence) -> None:
         times = sequence.metrics()
@@ -141,17 +139,3 @@ class Ledger:
         )
         self._metrics.preempted(sequence.preemptions)
         self._request_seconds += _LEARNING_RATE * (times.total_s - self._request_seconds)
-
-    @staticmethod
-    def _hand_over(items: dict[Generation, list[Item]], errors: dict[Generation, SiftKVError]) -> None:
-        loops: dict[AbstractEventLoop, list[tuple[Generation, list[Item], SiftKVError | None]]] = defaultdict(list)
-        for generation in {**items, **errors}:
-            news = (generation, items.get(generation, []), errors.get(generation))
-            loops[generation.loop].append(news)
-        for loop, parts in loops.items():
-            call_in(loop, _take_all, parts)
-
-
-def _take_all(parts: list[tuple[Generation, list[Item], SiftKVError | None]]) -> None:
-    for generation, items, error in parts:
-        generation.take(items, error)

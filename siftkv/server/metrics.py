@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -15,6 +16,8 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from siftkv.server.histogram import BatchHistogram
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _PER_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
@@ -49,10 +52,12 @@ class ServerMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
-        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", _PER_TOKEN)
-        self.tpot = self._histogram(
-            "time_per_output_token_seconds", "inter_token_latency_seconds by its older name.", _PER_TOKEN
-        )
+        told = {
+            "siftkv_inter_token_latency_seconds": "Between two tokens of a request.",
+            "siftkv_time_per_output_token_seconds": "inter_token_latency_seconds by its older name.",
+        }
+        self.itl = BatchHistogram(told, _PER_TOKEN)
+        self.registry.register(self.itl)
         self.e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _REQUEST)
         self.queue = self._histogram("request_queue_time_seconds", "From arrival to the first pass.", _REQUEST)
         self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
@@ -105,11 +110,10 @@ class ServerMetrics:
         self._count(self.generation_tokens, "generation_tokens")
         self.ttft.observe(max(0.0, seconds))
 
-    def token(self, seconds_since_last: float) -> None:
-        """A further token of a completion."""
-        self._count(self.generation_tokens, "generation_tokens")
-        self.itl.observe(max(0.0, seconds_since_last))
-        self.tpot.observe(max(0.0, seconds_since_last))
+    def further_tokens(self, seconds_since_last: Sequence[float]) -> None:
+        """Further tokens of completions, one each."""
+        self._count(self.generation_tokens, "generation_tokens", len(seconds_since_last))
+        self.itl.observe(seconds_since_last)
 
     def finished(
         self, reason: str, e2e_s: float, queue_s: float, prompt_tokens: int, output_tokens: int, kv_name: str

@@ -61,6 +61,22 @@ class RequestLog:
             _log.log(level, "request", extra={FIELDS: line})
 
 
+class Head:
+    """Answers HEAD wherever GET is served, as probes of load balancers expect; uvicorn leaves the body out.
+
+    endless: paths whose answers have no end.
+    """
+
+    def __init__(self, app: ASGIApp, endless: Collection[str] = ()) -> None:
+        self.app = app
+        self._endless = frozenset(endless)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] not in self._endless:
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
+
+
 class ApiKey:
     """Asks for `Authorization: Bearer KEY`. keys: any of them will do. open_paths: need none; `/a/*` = all under it."""
 

@@ -1,8 +1,8 @@
 """Request bodies: OpenAI's chat completions and completions, with vLLM's extensions and `kv`.
 
-Every field that the `openai` client can send is either served, refused with a reason (`siftkv.server.refusals`), or has
-no meaning here and is passed over (`user`, `store`, `metadata`, ...). Unknown fields are passed over too, wrong types
-are not. A null means the same as a field that is not there.
+Every field that the `openai` client can send is either served, refused with a reason (`siftkv.server.sampling.refuse`),
+or has no meaning here and is passed over (`user`, `store`, `metadata`, ...). Unknown fields are passed over too, wrong
+types are not. A null means the same as a field that is not there.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ class ChatCompletionRequest(Generate):
     parallel_tool_calls: bool | None = None
     functions: Items[dict[str, Any]] | None = None
     modalities: Items[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -17,7 +17,7 @@ from siftkv.server.answer_chat import ChatAnswer
 from siftkv.server.answer_text import TextAnswer
 from siftkv.server.answers import usage
 from siftkv.server.errors import api_error
-from siftkv.server.generation import ClientGone, Generation
+from siftkv.server.generation import ClientGone, Generation, merged
 from siftkv.server.protocol import StreamOptions
 
 CLIENT_CLOSED = 499
@@ -104,7 +104,7 @@ class EventStream(Response):
         try:
             async for batch in self._generation.batches():
                 events = []
-                for place, chunk in batch:
+                for place, chunk in merged(batch):
                     self._tokens += len(chunk.token_ids)
                     if chunk.output is not None:
                         self._outputs.append(chunk.output)

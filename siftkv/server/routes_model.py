@@ -75,6 +75,10 @@ def _add_models(api: APIRouter, service: Service) -> None:
     async def embeddings() -> None:
         raise ApiError(400, "embeddings are not served: the model here generates text", code="unsupported_endpoint")
 
+    @api.post("/v1/responses")
+    async def responses() -> None:
+        raise ApiError(400, "responses are not served: use /v1/chat/completions", code="unsupported_endpoint")
+
 
 def _add_tokens(api: APIRouter, service: Service) -> None:
     @api.post("/tokenize")

@@ -102,8 +102,10 @@ def refuse(body: Generate) -> None:
     elif isinstance(body, ChatCompletionRequest):
         if body.functions:
             _no("functions", "functions is OpenAI's older field and not served: use tools")
-        if body.modalities not in (None, ["text"]):
+        if body.modalities not in (None, ["text"]) or body.audio is not None:
             _no("modalities", "this server answers with text alone")
+        if body.web_search_options is not None:
+            _no("web_search_options", "web search is not served: put what was found into the messages")
 
 
 def _no(field: str, message: str) -> None:

@@ -82,7 +82,7 @@ class Service:
         names = [tool.function.name for tool in tools] if tools else None
         most = 1 if body.parallel_tool_calls is False else None
         answer = ChatAnswer(head, self.renderer, params.n, names, most)
-        return await self._submit([GenerationRequest(ids, params, policy, text)], answer, record), answer
+        return await self._submit([GenerationRequest(ids, params, policy, text)], answer, body, record), answer
 
     async def complete(self, body: CompletionRequest, record: Record) -> tuple[Generation, Answer]:
         """Submit one or several prompts. Raises ApiError, or a SiftKVError that `api_error` knows."""
@@ -98,7 +98,7 @@ class Service:
             requests.append(GenerationRequest(ids, params, policy, text))
             self._log_prompt(record, text if text is not None else ids)
         answer = TextAnswer(self._head("cmpl", model), self.renderer, params.n)
-        return await self._submit(requests, answer, record), answer
+        return await self._submit(requests, answer, body, record), answer
 
     async def _encode(self, text: str, special: bool) -> list[int]:
         return await self.renderer.run(self.renderer.encode, text, special)
@@ -118,7 +118,9 @@ class Service:
     def _head(self, prefix: str, model: str) -> dict[str, Any]:
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    async def _submit(self, requests: list[GenerationRequest], answer: Answer, record: Record) -> Generation:
+    async def _submit(
+        self, requests: list[GenerationRequest], answer: Answer, body: Body, record: Record
+    ) -> Generation:
         for request in requests:
             check_context(len(request.prompt_ids), request.params, self.worker.llm.engine.max_model_len)
         record |= {
@@ -126,7 +128,7 @@ class Service:
             "kv": requests[0].policy.describe(),
             "prompt_tokens": sum(len(request.prompt_ids) for request in requests),
         }
-        return await self.worker.submit(requests, answer.head["id"])
+        return await self.worker.submit(requests, answer.head["id"], whole=not body.stream)
 
     def _log_prompt(self, record: Record, prompt: str | list[int]) -> None:
         if self.settings.log_prompts:

@@ -34,6 +34,8 @@ WINDOW = "window"
 ENDED = "ended"
 """State that `/api/requests/{id}` tells of a request that is not known, or not any more."""
 
+STREAM_PATH = "/api/stream"
+
 STREAM_SECONDS = 1.0
 """Seconds between two events of `/api/stream`."""
 
@@ -252,7 +254,7 @@ def router(worker: Worker) -> APIRouter:
         except RequestError:  # it ended between a look at the list and this one, which is no fault
             return {"id": request_id, "state": ENDED}
 
-    @api.get("/stream")
+    @api.get(STREAM_PATH.removeprefix("/api"))
     async def stream(request: Request) -> StreamingResponse:
         async def events() -> AsyncIterator[str]:
             while worker.state != "stopped" and not await request.is_disconnected():

@@ -30,6 +30,10 @@ WANTED_SECONDS = 0.25
 """Age at which a snapshot is renewed while somebody asks for it."""
 USUAL_SECONDS = 1.0
 """Age at which it is renewed anyway while requests run."""
+SNAPSHOT_SHARE, ASKED_SHARE = 0.002, 0.01
+"""Most of the engine's time that snapshots may take, and while somebody asks for them: on a GPU each one waits for the
+step that is on its way.
+"""
 _ASKED_LATELY_SECONDS = 3.0
 _log = logging.getLogger("siftkv.server")
 
@@ -67,7 +71,7 @@ class EngineWorker:
         self._in_system = 0
         self._stopping = False
         self._snapshot: dict[str, Any] = {}
-        self._snapshot_at = 0.0
+        self._snapshot_at = self._snapshot_seconds = 0.0
         self._asked_at = 0.0
         self._thread = threading.Thread(target=self._run, name="siftkv-engine", daemon=True)
 
@@ -109,16 +113,16 @@ class EngineWorker:
             await asyncio.sleep(0.02)
         return not self._in_system
 
-    async def submit(self, requests: Sequence[GenerationRequest], request_id: str) -> Generation:
+    async def submit(self, requests: Sequence[GenerationRequest], request_id: str, whole: bool = False) -> Generation:
         """Queue requests that belong together, all or none. Their ids are `request_id`, with `-1` and so on for those
-        after the first.
+        after the first. whole: their completions are read once they have ended.
 
         Raises Unavailable, EngineDied, QueueFull or RequestError for more than the queue ever holds, and what
         `Engine.add` refuses: RequestError, PolicyError, FormatError.
         """
         self.check_open()
         count = sum(r.params.n for r in requests)
-        generation = Generation(requests, request_id, self._post_cancel)
+        generation = Generation(requests, request_id, self._post_cancel, whole)
         with self._wake:
             self.check_room(count)
             self._post(lambda llm: self._accept(llm, generation), generation.refuse)
@@ -267,16 +271,20 @@ class EngineWorker:
         """Renew the snapshot where it is too old, or where it would stay as it is for long."""
         now = time.monotonic()
         wanted = now - self._asked_at < _ASKED_LATELY_SECONDS
-        if not llm.engine.has_work or now - self._snapshot_at >= (WANTED_SECONDS if wanted else USUAL_SECONDS):
+        usual, share = (WANTED_SECONDS, ASKED_SHARE) if wanted else (USUAL_SECONDS, SNAPSHOT_SHARE)
+        oldest = max(usual, self._snapshot_seconds / share)
+        if not llm.engine.has_work or now - self._snapshot_at >= oldest:
             self._collect(llm)
 
     def _collect(self, llm: LLM) -> None:
+        began = time.monotonic()
         try:
             self._snapshot = stats.collect(llm)
             self.metrics.step(self._snapshot)
         except Exception:
             _log.exception("collecting statistics failed")
         self._snapshot_at = time.monotonic()
+        self._snapshot_seconds = self._snapshot_at - began
 
     def _end_all(self, error: Unavailable | EngineDied, state: State) -> None:
         """Tell everybody who waits; give pages back where the engine still can."""

@@ -51,7 +51,7 @@ class TurningWorker:
         while not self._stop.is_set():
             with self._lock:
                 for chunk in self.llm.engine.step() if self.llm.engine.has_work else []:
-                    self.metrics.token(self.pause)
+                    self.metrics.further_tokens([self.pause])
                     if chunk.finish_reason is not None:
                         self.llm.engine.forget(chunk.request_id)
             time.sleep(self.pause)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
 
 from tests.server.live import MODEL, Live, byte_llm
 
@@ -138,6 +138,40 @@ def test_content_parts_are_read_and_pictures_refused(client: OpenAI, live: Live)
     with pytest.raises(BadRequestError, match="this server takes text") as caught:
         client.chat.completions.create(model=MODEL, messages=picture)
     assert caught.value.param == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"modalities": ["text", "audio"], "audio": {"voice": "a", "format": "wav"}}, "modalities"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_answer_and_is_not_served_is_refused(
+    client: OpenAI, settings: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=HELLO, **settings)
+    assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
+
+
+def test_hints_are_passed_over(client: OpenAI) -> None:
+    hints: dict[str, Any] = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"}
+    hints |= {"reasoning_effort": "low", "verbosity": "low", "prompt_cache_key": "k", "user": "me"}
+    hints["prediction"] = {"type": "content", "content": "Hi"}
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_completion_tokens=2, **hints)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize("kind", ["custom", "allowed_tools"])
+def test_other_tool_choices_name_the_field(client: OpenAI, kind: str) -> None:
+    choice: Any = {"type": kind, kind: {"name": "f", "mode": "auto", "tools": []}}
+    with pytest.raises(UnprocessableEntityError) as caught:
+        client.chat.completions.create(model=MODEL, messages=HELLO, tool_choice=choice)
+    assert str(caught.value.param).startswith("tool_choice")
 
 
 def test_the_async_client_runs_many_at_once(live: Live) -> None:

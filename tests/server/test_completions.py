@@ -165,6 +165,11 @@ def test_embeddings_are_refused(client: OpenAI) -> None:
         client.embeddings.create(model=MODEL, input="a")
 
 
+def test_responses_are_refused(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="use /v1/chat/completions"):
+        client.responses.create(model=MODEL, input="a")
+
+
 def test_tokens_there_and_back(live: Live) -> None:
     answer = live.post("/tokenize", {"prompt": "héllo", "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 6

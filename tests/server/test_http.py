@@ -121,6 +121,19 @@ def test_unknown_paths_and_methods(live: Live) -> None:
     error(live.get("/v1/completions"), 405)
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/", "/docs"])
+def test_head_is_get_without_a_body(live: Live, path: str) -> None:
+    asked, whole = httpx.head(live.url + path), live.get(path)
+    assert (asked.status_code, asked.content) == (200, b"")
+    assert asked.headers["content-type"] == whole.headers["content-type"]
+    assert int(asked.headers["content-length"]) > 0
+
+
+def test_head_where_nothing_can_be_got(live: Live) -> None:
+    paths = ("/v1/nothing", "/v1/completions", "/api/stream")
+    assert [httpx.head(live.url + path).status_code for path in paths] == [404, 405, 405]
+
+
 def test_unknown_fields_are_passed_over(live: Live) -> None:
     assert live.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "colour": "red"}).status_code == 200
 

@@ -55,6 +55,7 @@ def test_a_port_in_use_is_one_line() -> None:
         (["--ssl-keyfile", "x.pem", "--ssl-certfile", "y.pem"], "there is no file x.pem"),
         (["--max-body-bytes", "much"], "--max-body-bytes 'much' is no size"),
         (["--log-level", "loud"], "unknown --log-level 'loud'"),
+        (["--load-format", "gguf"], "unknown --load-format 'gguf'"),
     ],
     ids=str,
 )
