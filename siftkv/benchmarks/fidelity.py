@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from siftkv.benchmarks.opening import open_for
 from siftkv.benchmarks.texts import Text, cut_windows, leading_tokens, tokenize
 from siftkv.cache import dense_name
@@ -21,7 +19,8 @@ from siftkv.engine.forced import ForcedRow, ForcedRun
 from siftkv.engine.llm import LLM
 from siftkv.engine.outputs import KVReport
 from siftkv.errors import SiftKVError
-from siftkv.evaluate.divergence import Divergence, DivergenceMeter
+from siftkv.evaluate.divergence import Divergence, Positions
+from siftkv.evaluate.gate_meter import GroupMeter
 from siftkv.models import LoadedModel
 from siftkv.policies import Full, Policy, parse_policy
 
@@ -145,10 +144,10 @@ def measure(
     for pool, batches in plan.pools:
         llm = open_pool(model, pool, batches, plan.protocol, kernels)
         for batch in batches:
-            for window, own, meter, reports in feed(llm, batch, plan.protocol, progress):
+            for window, own, positions, reports in feed(llm, batch, plan.protocol, progress):
                 found += [
-                    Measurement(kv, window.text, window.index, divergence, report)
-                    for kv, divergence, report in zip(own, meter.results(), reports, strict=True)
+                    Measurement(kv, window.text, window.index, Divergence.of(figures), report)
+                    for kv, figures, report in zip(own, positions, reports, strict=True)
                 ]
     place = {(w.text, w.index): i for i, w in enumerate(plan.windows)}
     order = {kv: i for i, kv in enumerate(plan.settings)}
@@ -195,25 +194,22 @@ def open_pool(
 
 def feed(
     llm: LLM, batch: list[Comparison], protocol: Protocol, progress: Callable[[], None]
-) -> Iterator[tuple[Window, list[str], DivergenceMeter, list[KVReport]]]:
+) -> Iterator[tuple[Window, list[str], list[Positions], list[KVReport]]]:
     """Run a batch, each window under each of its settings beside a row of `full`: window, settings, what was measured
-    and each setting's report.
+    of each setting and its report.
     """
     rows: list[ForcedRow] = []
-    targets: list[list[int]] = []
     for window, settings in batch:
         split = window.ids[: protocol.prompt], window.ids[protocol.prompt : -1]
         policies: list[Policy] = [Full(), *(parse_policy(kv) for kv in settings)]
         rows += [ForcedRow(*split, policy) for policy in policies]
-        targets.append(window.ids[protocol.prompt + 1 :])
     sizes = [_rows(c) for c in batch]
-    meters = [DivergenceMeter() for _ in batch]
+    meter = GroupMeter(sizes)
     run = ForcedRun(llm.engine, rows)
-    for step, logits in enumerate(run):
-        for meter, part, target in zip(meters, torch.split(logits, sizes), targets, strict=True):
-            meter.update(part[0], part[1:], target[step])
+    for step, logits in enumerate(run, protocol.prompt + 1):
+        meter.update(logits, [window.ids[step] for window, _ in batch])
         progress()
     start = 0
-    for (window, settings), meter, size in zip(batch, meters, sizes, strict=True):
-        yield window, settings, meter, run.reports[start + 1 : start + size]
+    for (window, settings), positions, size in zip(batch, meter.positions(), sizes, strict=True):
+        yield window, settings, positions, run.reports[start + 1 : start + size]
         start += size

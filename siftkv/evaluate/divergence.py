@@ -33,6 +33,23 @@ class Divergence:
     candidate_nll: float
     kl: list[float]
 
+    @staticmethod
+    def of(positions: Positions) -> Divergence:
+        """The figures of one candidate's positions."""
+        kl, nll = positions.kl, positions.nll
+        reference = float(positions.reference_nll.mean())
+        return Divergence(
+            positions=len(kl),
+            mean_kl=float(kl.mean()),
+            p90_kl=float(kl.quantile(0.9)),
+            worst_decile_kl=float(kl.topk(math.ceil(len(kl) / 10)).values.mean()),
+            top1_agreement=float(positions.agree.double().mean()),
+            perplexity_ratio=float(torch.exp(nll.mean() - reference)),
+            reference_nll=reference,
+            candidate_nll=float(nll.mean()),
+            kl=kl.tolist(),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """All fields, made of JSON types only."""
         return asdict(self)
@@ -103,26 +120,4 @@ class DivergenceMeter:
 
     def results(self) -> list[Divergence]:
         """What was collected, one a candidate. Raises RequestError before the first `update`."""
-        if not self._kl:
-            raise RequestError("nothing was compared yet: feed at least one position")
-        kl, agree, nll = (
-            torch.stack(self._kl),
-            torch.stack(self._agree).double(),
-            torch.stack(self._nll),
-        )  # [positions, R]
-        reference = sum(self._reference_nll) / len(self._reference_nll)
-        tenth = math.ceil(len(kl) / 10)
-        return [
-            Divergence(
-                positions=len(kl),
-                mean_kl=float(column.mean()),
-                p90_kl=float(column.quantile(0.9)),
-                worst_decile_kl=float(column.topk(tenth).values.mean()),
-                top1_agreement=float(agree[:, row].mean()),
-                perplexity_ratio=float(torch.exp(nll[:, row].mean() - reference)),
-                reference_nll=reference,
-                candidate_nll=float(nll[:, row].mean()),
-                kl=column.tolist(),
-            )
-            for row, column in enumerate(kl.unbind(1))
-        ]
+        return [Divergence.of(positions) for positions in self.positions()]

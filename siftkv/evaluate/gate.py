@@ -62,8 +62,8 @@ def run(
     for pool, batches in pending(model, windows, settings, protocol, records):
         llm = open_pool(model, pool, batches, protocol, kernels)
         for batch in batches:
-            for window, own, meter, reports in feed(llm, batch, protocol, progress):
-                for kv, positions, report in zip(own, meter.positions(), reports, strict=True):
+            for window, own, measured, reports in feed(llm, batch, protocol, progress):
+                for kv, positions, report in zip(own, measured, reports, strict=True):
                     records.add(kv, _item(window), _fields(positions, report))
     found = [(kv, w, records.get(kv, _item(w))) for kv in settings for w in windows]
     return [_result(kv, window, record) for kv, window, record in found if record is not None]

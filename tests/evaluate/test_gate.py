@@ -12,10 +12,12 @@ import torch
 
 from siftkv.benchmarks.fidelity import Protocol, Window, windows_of
 from siftkv.benchmarks.texts import Text
-from siftkv.errors import SiftKVError
-from siftkv.evaluate import gate, gate_plots, gate_results
+from siftkv.errors import NumericsError, RequestError, SiftKVError
+from siftkv.evaluate import gate, gate_bars, gate_plots, gate_results
 from siftkv.evaluate.bootstrap import drawn_positions, mean_interval, upper_bound
+from siftkv.evaluate.divergence import DivergenceMeter
 from siftkv.evaluate.gate import WindowResult
+from siftkv.evaluate.gate_meter import GroupMeter
 from siftkv.evaluate.pareto import Interval, Point, frontier
 from siftkv.evaluate.report import Report, markdown_table
 from siftkv.evaluate.resume import Records, fingerprint
@@ -155,3 +157,62 @@ def test_cells_cannot_break_a_table() -> None:
 def test_no_drift_is_told_from_rounding_errors() -> None:
     [summary], _ = gate_results.summarise([made([1e-9] * 50 + [0.1] * 50)], buckets=2, resamples=20)
     assert summary.drift is None
+
+
+def test_groups_side_by_side_give_the_figures_of_each_alone() -> None:
+    drawn = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 7, 50, generator=drawn)  # [positions, rows, vocab]
+    logits[:, 0, 4] = -math.inf  # a banned token adds nothing
+    targets = torch.randint(5, 50, (6, 2), generator=drawn).tolist()
+    side_by_side, alone = GroupMeter([4, 3]), [DivergenceMeter(), DivergenceMeter()]
+    for rows, tokens in zip(logits, targets, strict=True):
+        side_by_side.update(rows, tokens)
+        for meter, part, token in zip(alone, torch.split(rows, [4, 3]), tokens, strict=True):
+            meter.update(part[0], part[1:], token)
+    for group, meter in zip(side_by_side.positions(), alone, strict=True):
+        for one, other in zip(group, meter.positions(), strict=True):
+            for name in ("kl", "agree", "nll", "reference_nll"):
+                torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-12, atol=1e-12)
+
+
+def test_a_group_meter_refuses_what_does_not_fit() -> None:
+    meter = GroupMeter([2, 2])
+    for logits, tokens in ((torch.zeros(3, 9), [1, 1]), (torch.zeros(4, 9), [1]), (torch.zeros(4, 9), [1, 9])):
+        with pytest.raises(RequestError):
+            meter.update(logits, tokens)
+    with pytest.raises(RequestError, match="nothing was compared"):
+        meter.positions()
+    meter.update(torch.zeros(4, 9), [1, 2])
+    meter.update(torch.full((4, 9), math.nan), [1, 2])
+    with pytest.raises(NumericsError, match="position 1"):
+        meter.positions()
+    with pytest.raises(RequestError, match="candidate"):
+        GroupMeter([2, 1])
+
+
+def summary(kv: str, ratio: float, kl: float, top1: float = 0.95) -> gate_results.GateSummary:
+    value = {"mean_kl": kl, "top1_agreement": top1}
+    metrics = {name: Interval(value.get(name, 1.0), 0.0, 1.0) for name in gate_results.METRICS}
+    return gate_results.GateSummary(kv, 8, metrics, [], {}, gate_results.Size(1.0, 1.0, ratio, ratio, 1.0))
+
+
+def test_bars_hold_the_best_setting_that_is_small_enough() -> None:
+    diffkv = [
+        summary("diffkv:alpha_high=6", 0.2, 0.08),
+        summary("diffkv", 0.3, 0.02),
+        summary("diffkv:sinks=1", 0.25, 0.09),
+    ]
+    sifted = [
+        summary("sift:0.26", 0.251, 0.001),
+        summary("sift:0.25", 0.25, 0.018, 0.97),
+        summary("sift:0.2", 0.2, 0.05),
+    ]
+    uniform = [summary("uniform:k4v4", 0.33, 0.003), summary("uniform:k8v4", 0.45, 0.9)]
+    rows = gate_bars.bar_rows("smollm2-135m-instruct", [*sifted, *uniform, *diffkv])
+    assert [row.ok for row in rows] == [True, False, True, True]
+    assert rows[0].what == "uniform:k4v4: mean KL"
+    assert "sift:0.25, 25.0%" in rows[1].what
+    assert rows[3].value == pytest.approx(0.018 / 0.04)  # halfway between 0.08 and 0.02 in logarithms
+    assert gate_bars.kl_at(0.19, diffkv) is None
+    assert gate_bars.kl_at(0.31, diffkv) is None
+    assert not gate_bars.bar_rows("another", sifted)
