@@ -11,25 +11,27 @@ from siftkv import SamplingParams, parse_policy
 from siftkv.errors import PolicyError
 from siftkv.policies import Sift
 from siftkv.policies.base import Prices, PromptView
+from siftkv.policies.worth import mean_squares
+from tests.policies.views import G, attention, view_of
 from tests.tiny import prompt, tiny_llm
 
-PRICES = Prices(token=(80.0, 60.0), page=0.0, slot=0.0, full=256.0)
-SMALL = {"window": 8, "sinks": 2, "observe": 16, "pool": 3, "sample": 1}
+PRICES = Prices(token=(110.0, 80.0, 60.0), page=0.0, slot=0.0, full=256.0)
+SMALL = {"window": 8, "sinks": 2, "observe": 16, "reach": 20, "pool": 3, "young": 4, "sample": 1}
 
 
 def view(score: torch.Tensor, window: int = 8, sinks: int = 2) -> PromptView:
-    """score: `[R, H, n]`; the other source of importance is the same scores, turned round."""
+    """score: `[R, H, n]`, all there is to know."""
     n = score.shape[-1]
     position = torch.arange(n)
     protected = (position < sinks) | (position >= n - window)
     values = torch.ones(score.shape[0], n, score.shape[1], 16)
-    return PromptView(0, score, protected, v=values, measure=lambda rows, weight: score.flip(-1))
+    return PromptView(0, score, protected, v=values)
 
 
 def spent(tier: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
     """Bytes a head beyond the window, mean over a layer's heads."""
-    high, low = (((tier == t) & ~protected).sum(-1) for t in (0, 1))
-    return (high * PRICES.token[0] + low * PRICES.token[1]).float().mean(-1)
+    counts = [((tier == t) & ~protected).sum(-1) * price for t, price in enumerate(PRICES.token)]
+    return torch.stack(counts).sum(0).float().mean(-1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -49,10 +51,9 @@ def test_the_budget_is_kept_and_used(seed: int, n: int, ratio: float, contrast: 
     budget = max(ratio * n * PRICES.full, 0.5 * ratio * middle * PRICES.full)
     bytes_a_head = spent(found.tier, seen.protected)
     assert (bytes_a_head <= budget).all()
-    everything_high = bytes_a_head >= middle * PRICES.token[0] - 1
-    assert (everything_high | (bytes_a_head >= 0.78 * min(budget, middle * PRICES.token[0]) - 3 * 80)).all()
+    assert (bytes_a_head >= 0.97 * min(budget, middle * PRICES.token[0]) - PRICES.token[0]).all()
     assert found.share is not None
-    kept = torch.stack([((found.tier == t) & ~seen.protected).sum(-1) for t in (0, 1)], -1)
+    kept = torch.stack([((found.tier == t) & ~seen.protected).sum(-1) for t in range(3)], -1)
     growth = found.share * n / kept.clamp_min(1)
     assert ((growth - 1).abs()[kept > 0] < 1e-4).all(), "without a window to pay for, shares stay"
 
@@ -65,6 +66,51 @@ def test_a_concentrated_head_keeps_fewer_tokens_than_a_diffuse_one() -> None:
     diffuse_kept, sharp_kept = (tier >= 0).sum(-1).tolist()
     assert sharp_kept < diffuse_kept
     assert (tier[1, [20, 40, 60]] >= 0).all()
+
+
+def test_tiers_begin_at_powers_of_the_contrast_times_the_least_that_stays() -> None:
+    score = (torch.randn(1, 3, 2000, generator=torch.Generator().manual_seed(2)) * 2).exp()
+    policy = Sift(ratio=0.2, contrast=4, **SMALL)
+    seen = view(score)
+    tier, worth = policy.sift(seen, PRICES).tier, policy.worth(seen)
+    top, high, low = (float(worth[(tier == t) & ~seen.protected].min()) for t in range(3))
+    assert high == pytest.approx(4 * low, rel=0.1)
+    assert top == pytest.approx(4**3 * low, rel=0.1)
+    assert float(worth[(tier < 0) & ~seen.protected].max()) <= low
+
+
+def test_mean_squares_are_those_of_later_queries() -> None:
+    seen, observe, reach = view_of(Sift(**SMALL)), 16, 20
+    assert seen.q is not None
+    assert seen.k is not None
+    recent, distant = mean_squares(seen.q, seen.k, observe, reach)
+    length = seen.length
+    far = [reach + i * (length - reach) // observe for i in range(observe)]
+    for request, head in ((0, 0), (1, 1)):
+        square = torch.stack([attention(seen, request, head, g) for g in range(G)]).amax(0).square()
+        for token in (0, 30, length - 30, length - 5):
+            rows = range(max(token + 1, length - observe), length)
+            expected = square[rows, token].mean()
+            torch.testing.assert_close(recent[request, head, token], expected)
+            rows = [r for r in far if r >= token + reach]
+            expected = square[rows, token].mean() if len(rows) >= 4 else expected
+            torch.testing.assert_close(distant[request, head, token], expected)
+
+
+def test_what_one_query_needs_counts_more_than_what_all_glance_at() -> None:
+    """Two tokens with the same mean attention: one query wants all of the first, all queries a little of the second."""
+    length, dim = 64, 16
+    q, k = torch.zeros(1, length, 1, dim), torch.zeros(1, length, 1, dim)
+    k[0, 10, 0, 0] = q[0, 60, 0, 0] = 10.0
+    recent, _ = mean_squares(q, k, 32, 64)
+    assert float(recent[0, 0, 10]) > 20 * float(recent[0, 0, 11])
+
+
+def test_the_last_tokens_count_as_the_average_at_least() -> None:
+    seen = view(torch.cat([torch.ones(1, 2, 180), torch.zeros(1, 2, 20)], -1))
+    worth = Sift(**SMALL | {"young": 12}).worth(seen)
+    assert (worth[..., 188:] > 0.5).all()
+    assert (worth[..., 182:188] == 0).all()
 
 
 def test_prompts_of_a_batch_are_sifted_as_they_would_be_alone() -> None:
@@ -82,6 +128,7 @@ def test_short_prompts_teach_nothing_about_heads() -> None:
     assert found.share is not None
     per_token = found.share @ torch.tensor(PRICES.token)
     torch.testing.assert_close(per_token, torch.full((1, 2), 0.25 * 256.0))
+    assert float(found.share[0, 0].sum()) <= 1
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.35])
@@ -93,7 +140,7 @@ def test_an_engine_holds_the_ratio_while_it_decodes(ratio: float) -> None:
     for out in (short, long):
         assert out.kv is not None
         entries = out.kv.tokens_by_tier
-        kept = sum(entries[f] for f in (policy.high, policy.low)) / sum(entries.values())
+        kept = sum(entries[f] for f in (policy.top, policy.high, policy.low)) / sum(entries.values())
         assert kept > 0.02
     assert short.kv is not None
     assert long.kv is not None
@@ -106,7 +153,9 @@ def test_an_engine_holds_the_ratio_while_it_decodes(ratio: float) -> None:
         "sift:0",
         "sift:1.5",
         "sift:contrast=0.5",
-        "sift:blend=2",
+        "sift:distant=-1",
+        "sift:reach=0",
+        "sift:young=-1",
         "sift:pool=4",
         "sift:high=k4v2,low=k4v4",
         "sift:horizon=0",
