@@ -19,8 +19,9 @@ from siftkv.kernels.numba.vectors import (
     splat16,
     sub16,
 )
-from siftkv.kernels.reference.fit import NORMAL_STEP
+from siftkv.kernels.reference.fit import LARGEST_ZERO, NORMAL_STEP
 
+_LARGEST_ZERO = np.float32(LARGEST_ZERO)
 _STEP_OF_ONE_BIT, _STEP_OF_TWO = np.float32(NORMAL_STEP[1]), np.float32(NORMAL_STEP[2])
 
 
@@ -83,5 +84,7 @@ def fit(x, low, high, least, most, bits):
         scale = product * n / spread if turn == 0 else square / product
         zero = mean - scale * total / n
     if not scale * scale * spread / n - square <= step * n * step / np.float32(12):
+        return least, most, False, coded
+    if not abs(zero) <= _LARGEST_ZERO:
         return least, most, False, coded
     return zero, zero + scale * qmax, True, coded

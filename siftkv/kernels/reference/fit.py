@@ -19,6 +19,9 @@ FITTED_BITS = 2
 NORMAL_STEP = {1: 1.596, 2: 0.9957}
 """Step of the best uniform quantiser of a normal distribution, in standard deviations, by bits (Max 1960, table 2)."""
 
+LARGEST_ZERO = 65504.0
+"""Largest zero-point, the end of fp16."""
+
 _LANES = 32
 
 
@@ -70,8 +73,9 @@ def levels_of(x: Tensor, bits: int) -> Levels:
 
 
 def _fit(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Levels:
-    """A group keeps its extremes where a fit has nothing to go by (constants) or where its error is above what rounding
-    to the steps between the extremes is expected to cost, `step^2 / 12` a value: few values far from all others.
+    """A group keeps its extremes where a fit has nothing to go by (constants), where its error is above what rounding
+    to the steps between the extremes is expected to cost, `step^2 / 12` a value (few values far from all others), or
+    where fp16 does not hold its zero-point.
     """
     qmax, n = 2**bits - 1, x.shape[-1]
     mean = lane_sum(x) / n
@@ -89,5 +93,5 @@ def _fit(x: Tensor, low: Tensor, high: Tensor, bits: int) -> Levels:
         scale = product * n / spread if turn == 0 else square / product
         zero = mean - scale * total / n
     error = scale * scale * spread / n - square
-    fits &= error <= step * n * step / 12
+    fits &= (error <= step * n * step / 12) & (zero.abs() <= LARGEST_ZERO)
     return Levels(torch.where(fits, zero, low), torch.where(fits, zero + scale * qmax, high), codes, fits)

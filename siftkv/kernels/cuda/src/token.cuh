@@ -132,7 +132,7 @@ template <int BITS, int GROUPS> DEV bool fit(const float (&x)[CHANNELS], int gro
     zero = __fsub_rn(mean, __fdiv_rn(__fmul_rn(scale, total), n));
   }
   float error = __fsub_rn(__fdiv_rn(__fmul_rn(__fmul_rn(scale, scale), spread), n), square);
-  if (!(error <= __fdiv_rn(__fmul_rn(__fmul_rn(step, n), step), 12.f))) return false;
+  if (!(error <= __fdiv_rn(__fmul_rn(__fmul_rn(step, n), step), 12.f) && fabsf(zero) <= 65504.f)) return false;
   low = zero, high = __fadd_rn(zero, __fmul_rn(scale, qmax));
   return true;
 }
