@@ -119,7 +119,7 @@ def _run_item(index, job, blocks, lanes, space):
             to,
             width,
         )
-        add_bias(block, layouts, pool, rotary, layer, h, plain, group, dim, ld, logits, to, width)
+        add_bias(block, layouts, pool, rotary, layer, h, plain, group, dim, ld, sums, logits, to, width)
         add_weights(block, layouts, pool, group, logits, to, width)
     softmax_rows(logits, at, count, width, group, peaks[index], totals[index])
     out = part[index]
