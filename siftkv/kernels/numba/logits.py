@@ -34,6 +34,7 @@ from siftkv.kernels.numba.vectors import (
     LANES,
     add16,
     exp2_16,
+    fma16,
     lanes_max,
     lanes_sum,
     load16,
@@ -162,29 +163,34 @@ def _apply_meta(tile, scale, zero, first, rows, dim, groups, ld):
 @inlined
 def add_bias(block, layouts, pool, rotary, layer, head, q, group, dim, ld, terms, out, at, out_ld):
     """Add `q . RoPE_p(b_r)` to the logits of a block of a quantised tier: `a cos + b sin` over the pairs that the bias
-    of the head keeps, where `a` and `b` (in `terms`, a pair after another) do not depend on the token.
+    of the head keeps, where `a` and `b` (in `terms`, zero for other pairs) do not depend on the token.
     """
     tier, half = block[BLOCK_TIER], dim // 2
     rank = rotary[4][layer, head]
     if tier == IN_WINDOW or layouts[tier, KIND] != QUANTISED or rank == 0:
         return
+    terms[: group * dim] = 0.0
     for r in range(rank):
         pair = rotary[3][layer, head, r]
         low, high = rotary[2][layer, head, pair], rotary[2][layer, head, pair + half]
         for g in range(group):
             x, y = q[g * ld + pair], q[g * ld + pair + half]
-            terms[2 * (g * rank + r)], terms[2 * (g * rank + r) + 1] = x * low + y * high, y * low - x * high
+            terms[g * dim + pair], terms[g * dim + pair + half] = x * low + y * high, y * low - x * high
     positions = (block[BLOCK_WHERE] * layouts[tier, PAGE_BYTES] + layouts[tier, POSITION_AT]) // 4
+    whole = half // LANES * LANES
     for t in range(block[BLOCK_COUNT]):
         position = np.int64(pool[2][positions + t]) if layouts[tier, POSITIONS] else 0
         position = min(max(position, 0), len(rotary[0]) - 1)
+        row = position * half
         for g in range(group):
-            total = np.float32(0)
-            for r in range(rank):
-                pair = rotary[3][layer, head, r]
-                term = 2 * (g * rank + r)
-                total += terms[term] * rotary[0][position, pair] + terms[term + 1] * rotary[1][position, pair]
-            out[at + g * out_ld + t] += total
+            term, total = g * dim, splat16(np.float32(0))
+            for c in range(0, whole, LANES):
+                total = fma16(load16(rotary[0], row + c), load16(terms, term + c), total)
+                total = fma16(load16(rotary[1], row + c), load16(terms, term + half + c), total)
+            rest = lanes_sum(total)
+            for c in range(whole, half):
+                rest += rotary[0][position, c] * terms[term + c] + rotary[1][position, c] * terms[term + half + c]
+            out[at + g * out_ld + t] += rest
 
 
 @inlined
