@@ -117,9 +117,9 @@ def vote_bounds(tokens: LayerTokens, rule: SelectionRule, noise: float) -> tuple
     if rule.p >= 1.0:
         everything = (rows.visible & tokens.candidate[:, None]).sum(1)
         return everything, everything
-    buckets = 8 if rule.metric == "snapkv" else 16
+    buckets = 4 if rule.metric == "snapkv" else 8
     octaves = rows.logits.double() / torch.log(torch.tensor(2.0)).item()
-    most_p = rule.p / (rule.p + (1 - rule.p) * 2 ** (-2 / buckets - 2 * noise))
+    most_p = 1 - (1 - rule.p) * 2 ** (-1 / buckets - 2 * noise)
     least_p = rule.p / (rule.p + (1 - rule.p) * 2 ** (2 * noise))
     exact, most = (_count(rows.raw, p) for p in (least_p, most_p))
     most = _at_least(octaves, most, 1.1 / buckets + noise).sum(-1)

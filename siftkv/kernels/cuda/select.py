@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +21,37 @@ from siftkv.kernels.state import CacheState, Selection, SelectionRule
 METRICS = ("attention", "snapkv", "accumulated")
 """Metrics that `select` knows."""
 
-_SOURCES = ("ptx.cuh", "cache.cuh", "token.cuh", "select.cuh", "pool.cuh", "decide.cuh", "survey.cuh", "select.cu")
-_HELD, _STAGES = 2, 3
-"""Tiles of 16 rows a warp, and tiles of keys that a team has on their way."""
+_SOURCES = (
+    *("ptx.cuh", "cache.cuh", "token.cuh", "select.cuh", "stream.cuh", "pool.cuh", "decide.cuh", "survey.cuh"),
+    "select.cu",
+)
 
-_SHAPES = ((3, 4), (3, 2), (1, 4), (2, 2), (1, 2), (2, 1), (1, 1))
-"""Teams of warps a block, and counters of a bucket, which keep lanes from waiting for each other; best first. Shared
-memory decides.
+
+class _Shape(NamedTuple):
+    """Teams of warps a block, tiles of 16 rows a warp, tiles of keys that a team has on their way, keys a tile, and
+    counters of a bucket, which keep lanes from waiting for each other.
+    """
+
+    teams: int
+    held: int
+    stages: int
+    keys: int
+    counters: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: teams that hold 128 rows each, and four warps that copy keys for them."""
+        return self.teams * 32 * _ROWS // (16 * self.held) + 128
+
+
+_PLAIN = (_Shape(2, 2, 4, 32, 4), *(_Shape(1, 2, 3, 32, counters) for counters in (4, 2)))
+_HOPPER = {False: _Shape(3, 2, 5, 32, 4), True: _Shape(1, 1, 4, 64, 8)}
+"""Best first; shared memory decides. Warpgroups multiply for Hopper's: without pools and with them, where tiles are
+larger for what they read of their neighbours'.
 """
 
-_SCORE_COUNTERS = 4
-"""Counters a bucket that make histograms large enough for one of all scores."""
+_SCORES = 0x7801
+"""Scores that there are, each with a counter."""
 
 _MOST_QUERIES = 128
 _MOST_DIM = 128
@@ -71,12 +92,17 @@ def selects(state: CacheState, rule: SelectionRule) -> bool:
     )
 
 
-def _shape(state: CacheState, rule: SelectionRule) -> tuple[int, int] | None:
-    """The best of `_SHAPES` that the GPU has shared memory for."""
+def _shape(state: CacheState, rule: SelectionRule) -> _Shape | None:
+    """The best that the GPU has shared memory for."""
     reach, by_score = _kind(rule)
-    least = _SCORE_COUNTERS if by_score else 2 if reach else 1
-    room, dim = gpu_of(state.pages.device).dynamic_shared_bytes, state.window_k.shape[-1]
-    fit = (shape for shape in _SHAPES if shape[1] >= least and shared_bytes(dim, *shape) <= room)
+    gpu = gpu_of(state.pages.device)
+    shapes = ((_HOPPER[reach > 0],) if gpu.capability == (9, 0) else ()) + _PLAIN
+    least = 4 * _SCORES if by_score else 0
+    fit = (
+        x
+        for x in shapes
+        if _shared_bytes(state, rule, x) <= gpu.dynamic_shared_bytes and _scratch_bytes(state, rule, x) >= least
+    )
     return next(fit, None)
 
 
@@ -97,7 +123,8 @@ def select_source(state: CacheState, rule: SelectionRule) -> str:
         _group(state),
         state.query_rows,
         *_kind(rule),
-        *shape,
+        shape,
+        _shared_bytes(state, rule, shape),
     )
 
 
@@ -119,8 +146,8 @@ def _source(
     query_rows: int,
     reach: int,
     by_score: bool,
-    teams: int,
-    counters: int,
+    shape: _Shape,
+    shared: int,
 ) -> str:
     values = {
         "GROUP": group,
@@ -128,11 +155,8 @@ def _source(
         "SOURCES": len(sources),
         "REACH": reach,
         "BY_SCORE": int(by_score),
-        "TEAMS": teams,
-        "COUNTERS": counters,
-        "HELD": _HELD,
-        "STAGES": _STAGES,
-        "SHARED_BYTES": shared_bytes(layouts[0].head_dim, teams, counters),
+        **{name.upper(): value for name, value in shape._asdict().items()},
+        "SHARED_BYTES": shared,
         "WEIGHTED": int(any(layouts[tier].tier.weights for tier in sources)),
     }
     scale = math.log2(math.e) / math.sqrt(layouts[0].head_dim)
@@ -145,26 +169,34 @@ def _source(
     return "\n".join([*constants, read_sources(_SOURCES)])
 
 
+def compiled_for(arch: str) -> str:
+    """The architecture that `select` is compiled for on a GPU of `arch`: Hopper's own code alone has products of
+    warpgroups.
+    """
+    return "sm_90a" if arch == "sm_90" else arch
+
+
 @lru_cache(maxsize=32)
-def _compiled(source: str, teams: int, size: int, device: torch.device) -> Kernel:
-    return Module(compile_cubin(source, architecture(device))).kernel("select", _threads(teams), size)
+def _compiled(source: str, shape: _Shape, size: int, device: torch.device) -> Kernel:
+    code = compile_cubin(source, compiled_for(architecture(device)))
+    return Module(code).kernel("select", shape.threads, size)
 
 
-def _threads(teams: int) -> int:
-    """Threads of a block: teams that hold 128 rows each."""
-    return teams * 32 * _ROWS // (16 * _HELD)
+def _scratch_bytes(state: CacheState, rule: SelectionRule, shape: _Shape) -> int:
+    """Histograms and the rings of keys."""
+    beside = (_kind(rule)[0] > 0) + any(state.layouts[tier].tier.weights for tier in rule.sources)
+    ring = shape.teams * shape.stages * (2 * state.window_k.shape[-1] * (shape.keys + 1) + 4 * beside * shape.keys)
+    return shape.counters * 64 * _ROWS // 2 * 4 + ring
 
 
-def shared_bytes(dim: int, teams: int, counters: int) -> int:
+def _shared_bytes(state: CacheState, rule: SelectionRule, shape: _Shape) -> int:
     """Shared memory of a block: `Shared` of `src/survey.cuh`."""
-    keys, stages = 32, _STAGES
     parts = (
-        counters * 128 * _ROWS // 2 * 4,
-        teams * stages * keys * (2 * dim + 16),
-        2 * teams * stages * 8,
-        (3 * teams + 2 * _threads(teams) // _ROWS) * _ROWS * 4,
+        _scratch_bytes(state, rule, shape),
+        2 * shape.teams * shape.stages * 8,
+        (2 * shape.teams + shape.threads // _ROWS) * _ROWS * 4,
         7 * _ROWS * 4 + _MOST_QUERIES * 4,
-        _threads(teams) * 4 + _HEAD_BYTES,
+        shape.threads * 4 + _HEAD_BYTES,
     )
     return -(-sum(parts) // _SHARED_STEP) * _SHARED_STEP
 
@@ -179,12 +211,11 @@ def select(state: CacheState, slot: int, rule: SelectionRule, longest: int | Non
     Votes are added to those stored beside the tokens and, but for "accumulated", scores become mean attention of these
     queries. Under a budget tokens rank by (stored votes, mean attention).
 
-    A row's count comes from a histogram of its logits, b = 16 buckets an octave ("snapkv": 8). It takes in all that the
-    exact set for p needs, and at most the exact set for p / (p + (1 - p) 2^(-2/b)) (0.908 for 0.9; "snapkv" 0.915) and
-    the tokens within a bucket of its weakest, or within an octave (two) where logits have such a gap. "snapkv" and
-    "accumulated" also take in what is in one bucket with, or has the same score as, the last that counts; "snapkv" what
-    a neighbour raises 13 octaves above the row's weakest. Heads of more than 65,535 tokens, and requests without
-    queries, keep everything.
+    A row's count comes from a histogram of its logits, b = 8 buckets an octave ("snapkv": 4). It takes in all that the
+    exact set for p needs, and at most the exact set for 1 - (1 - p) 2^(-1/b) (0.908 for 0.9; "snapkv" 0.916) and the
+    tokens within a bucket of its weakest. "snapkv" and "accumulated" also take in what is in one bucket with, or has
+    the same score as, the last that counts; "snapkv" what a neighbour raises 13 octaves above the row's weakest. Heads
+    of more than 65,535 tokens, and requests without queries, keep everything.
 
     Nothing is read by the host; the current stream is used. Raises FormatError for a rule that it does not serve
     (`selects`).
@@ -200,20 +231,21 @@ def select(state: CacheState, slot: int, rule: SelectionRule, longest: int | Non
     kernels: dict[tuple[object, ...], Kernel] = state.scratch.setdefault("cuda_select", {})
     key = (rule.sources, *_kind(rule))
     if key not in kernels:
-        teams, counters = _shape(state, rule) or _SHAPES[0]
-        size = shared_bytes(state.window_k.shape[-1], teams, counters)
-        kernels[key] = _compiled(select_source(state, rule), teams, size, state.pages.device)
+        shape = _shape(state, rule)
+        assert shape is not None
+        size = _shared_bytes(state, rule, shape)
+        kernels[key] = _compiled(select_source(state, rule), shape, size, state.pages.device)
     room = state.width * max(state.layouts[tier].tokens for tier in rule.sources) if longest is None else longest
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=state.pages.device)
 
     found = Selection(
-        keep=torch.zeros(layers, heads, room, dtype=torch.uint8, device=state.pages.device),
+        keep=empty(layers, heads, room, dtype=torch.uint8),
         kept=empty(layers, heads, dtype=torch.int32),
         mass=empty(layers, heads),
     )
-    tally = torch.zeros(layers, heads, room, dtype=torch.int64, device=state.pages.device)
+    tally = empty(layers, heads, room, dtype=torch.int64)
     given = {"queries": state.queries, "keep": found.keep, "kept": found.kept, "covered": found.mass, "tally": tally}
     arguments = _Select(held.arguments, *(given[name].data_ptr() for name in _POINTERS))
     arguments.slot, arguments.columns, arguments.budget = slot, room, min(rule.budget, 2**31 - 1)

@@ -1,6 +1,6 @@
 // What votes decide, a head slot a block: every candidate with a vote stays; where these are more than the budget, the best by (votes so far, mass).
 // `scratch` is shared memory. Votes so far and means are written beside the tokens.
-constexpr int RADIX = 256, AT_ONCE = 4;
+constexpr int RADIX = 256, AT_ONCE = 8;
 
 DEV u32 block_sum(u32 x, u32* scratch) {
   if (threadIdx.x == 0) scratch[0] = 0;
@@ -89,13 +89,14 @@ DEV int rows_that_see(const Head& h, const int* of_query, int least, int v) {
   return sees;
 }
 DEV void decide(const Select& a, const Head& h, const int* of_query, u32* scratch, bool whole) {
-  constexpr int in_shared = (HISTOGRAMS * BUCKETS * WORDS - 512) / 2;  // ranks of 8 bytes behind the first 2 kB of `scratch`, the histograms
+  constexpr int in_shared = (SCRATCH_WORDS - 512) / 2;  // ranks of 8 bytes behind the first 2 kB of `scratch`
   i64 first = static_cast<i64>(h.index) * a.columns;
   int candidates = min_int(h.candidates, a.columns), least = h.total;
   for (int w = 0; w < h.rows / GROUP; w++) least = min_int(least, of_query[w]);
   u64 *ranks = reinterpret_cast<u64*>(scratch + 512), *tally = a.tally + first;
   float dropped = 0.f;
   u32 kept = 0;
+  for (int i = candidates + threadIdx.x; i < a.columns; i += SELECT_THREADS) a.keep[first + i] = 0;
   for (int from = threadIdx.x; from < candidates; from += AT_ONCE * SELECT_THREADS) {
     u64 own[AT_ONCE];
     Beside at[AT_ONCE];

@@ -1,14 +1,27 @@
 // Which tokens of a request its last queries vote for (`siftkv.policies.hardkv.selection`), a block a head slot. Keys are read twice: for the bars of all
 // rows (`survey.cuh`), and to count the rows whose bar a token reaches.
+// Calls `f(i, score)` for tokens `first + i`; scores of several are on their way at once.
+template <class F> DEV void each_score(const Select& a, const Head& h, int first, int count, F f) {
+  constexpr int at_once = 8;
+  for (int from = threadIdx.x; from < count; from += at_once * SELECT_THREADS) {
+    u32 bits[at_once];
+#pragma unroll
+    for (int n = 0; n < at_once; n++) bits[n] = from + n * SELECT_THREADS < count ? score_of(a, h, first + from + n * SELECT_THREADS) : 0;
+#pragma unroll
+    for (int n = 0; n < at_once; n++)
+      if (from + n * SELECT_THREADS < count) f(from + n * SELECT_THREADS, bits[n]);
+  }
+}
 // The score that the `count` best tokens have at least. Tokens that a row does not see count too, so that it never selects too few.
 DEV void find_score_thresholds(const Select& a, const Head& h, Shared& s) {
+  u32* scores = s.scratch();
   constexpr int part = (0x7801 + SELECT_THREADS - 1) / SELECT_THREADS;
-  for (int i = threadIdx.x; i < 0x7801; i += SELECT_THREADS) s.histogram[i] = 0;
+  for (int i = threadIdx.x; i < 0x7801; i += SELECT_THREADS) scores[i] = 0;
   __syncthreads();
-  for (int v = threadIdx.x; v < h.total; v += SELECT_THREADS) atomicAdd(s.histogram + min_int(score_of(a, h, v), 0x7800), 1u);
+  each_score(a, h, 0, h.total, [&](int, u32 bits) { atomicAdd(scores + min_int(bits, 0x7800), 1u); });
   __syncthreads();
   u32 sum = 0;
-  for (int i = threadIdx.x * part; i < min_int(0x7801, (threadIdx.x + 1) * part); i++) sum += s.histogram[i];
+  for (int i = threadIdx.x * part; i < min_int(0x7801, (threadIdx.x + 1) * part); i++) sum += scores[i];
   s.counts[threadIdx.x] = sum;
   __syncthreads();
   int row = threadIdx.x;
@@ -16,88 +29,149 @@ DEV void find_score_thresholds(const Select& a, const Head& h, Shared& s) {
     int wanted = s.count[row] + h.total - s.visible[row], found = 0, i = SELECT_THREADS;
     while (i > 0 && found + static_cast<int>(s.counts[i - 1]) < wanted) found += s.counts[--i];
     int bits = min_int(0x7801, i * part);
-    while (bits > 0 && found < wanted) found += s.histogram[--bits];
+    while (bits > 0 && found < wanted) found += scores[--bits];
     s.threshold[row] = bits;
   }
   __syncthreads();
 }
 
-// Sums over the eight lanes of a column: lane (g, t) ends with value g of what lanes t had.
-template <class T> DEV T scattered_sum(const T (&x)[8]) {
+// How many rows of the block have a threshold that a score reaches, for every score.
+DEV void count_score_votes(Shared& s) {
+  u32* scores = s.scratch();
+  constexpr int part = (0x7801 + SELECT_THREADS - 1) / SELECT_THREADS;
+  for (int i = threadIdx.x; i < 0x7801; i += SELECT_THREADS) scores[i] = 0;
+  __syncthreads();
+  if (threadIdx.x < ROWS && s.threshold[threadIdx.x] <= 0x7800) atomicAdd(scores + s.threshold[threadIdx.x], 1u);
+  __syncthreads();
+  int from = threadIdx.x * part, to = min_int(0x7801, from + part);
+  u32 sum = 0;
+  for (int i = from; i < to; i++) sum += scores[i];
+  s.counts[threadIdx.x] = sum;
+  __syncthreads();
+  sum = 0;
+  for (int i = 0; i < threadIdx.x; i++) sum += s.counts[i];
+  for (int i = from; i < to; i++) scores[i] = sum += scores[i];
+  __syncthreads();
+}
+DEV void vote_by_score(const Select& a, const Head& h, Shared& s) {
+  const u32* scores = s.scratch();
+  count_score_votes(s);
+  int least = h.total;
+  for (int r = 0; r < ROWS; r++) least = min_int(least, s.visible[r]);
+  int candidates = min_int(h.candidates, a.columns);
+  each_score(a, h, h.first, candidates, [&](int i, u32 bits) {
+    u32 votes = 0;
+    if (h.first + i < least) votes = scores[min_int(bits, 0x7800)];
+    else for (int r = 0; r < ROWS; r++) votes += s.threshold[r] <= static_cast<int>(bits) && h.first + i < s.visible[r];
+    atomicAdd(a.tally + static_cast<i64>(h.index) * a.columns + i, static_cast<u64>(votes) << VOTE_SHIFT);
+  });
+  __syncthreads();
+}
+
+// Sums over the eight lanes of a column, N / 8 a lane: lane (g, t) ends with values N / 8 g and on of what lanes t had.
+template <class T, int N> DEV void scattered_sum(T (&sum)[N / 8], const T (&x)[N]) {
   int lane = threadIdx.x & 31;
-  T half[4], quarter[2];
+  T half[N / 2], quarter[N / 4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    T keep = lane & 16 ? x[4 + i] : x[i], give = lane & 16 ? x[i] : x[4 + i];
+  for (int i = 0; i < N / 2; i++) {
+    T keep = lane & 16 ? x[N / 2 + i] : x[i], give = lane & 16 ? x[i] : x[N / 2 + i];
     half[i] = keep + shuffle_xor(give, 16);
   }
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    T keep = lane & 8 ? half[2 + i] : half[i], give = lane & 8 ? half[i] : half[2 + i];
+  for (int i = 0; i < N / 4; i++) {
+    T keep = lane & 8 ? half[N / 4 + i] : half[i], give = lane & 8 ? half[i] : half[N / 4 + i];
     quarter[i] = keep + shuffle_xor(give, 8);
   }
-  T keep = lane & 4 ? quarter[1] : quarter[0], give = lane & 4 ? quarter[0] : quarter[1];
-  return keep + shuffle_xor(give, 4);
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    T keep = lane & 4 ? quarter[N / 8 + i] : quarter[i], give = lane & 4 ? quarter[i] : quarter[N / 8 + i];
+    sum[i] = keep + shuffle_xor(give, 4);
+  }
+}
+// The same of counts below 256, two rows a word and two tokens a half.
+template <int N> DEV void scattered_counts(u32 (&sum)[N / 8], const u32 (&x)[N / 2]) {
+  static_assert(N == 8 || N == 16, "tokens of a lane");
+  u32 four[N / 4], lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < N / 4; i++) four[i] = __byte_perm(x[2 * i], x[2 * i + 1], 0x5410) + __byte_perm(x[2 * i], x[2 * i + 1], 0x7632);
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) four[i] = (lane & 16 ? four[N / 8 + i] : four[i]) + shuffle_xor(lane & 16 ? four[i] : four[N / 8 + i], 16);
+  if constexpr (N == 16) four[0] = (lane & 8 ? four[1] : four[0]) + shuffle_xor(lane & 8 ? four[0] : four[1], 8);
+  else four[0] += shuffle_xor(four[0], 8);
+  four[0] += shuffle_xor(four[0], 4);
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) sum[i] = four[0] >> 8 * (N / 8 * (lane >> 2) % 4 + i) & 0xFFu;
 }
 // What a token has to reach in a lane's rows: a product, or a bucket.
 struct Bar {
   float offset[HELD][2], least[HELD][2], exponent[HELD][2];
-  u32 pooled[HELD];
+  u32 short_of[HELD];
   DEV void read(const Select& a, const Shared& s, int rank) {
-    each_row([&](int m, int half, int row) {
-      row += WARP_ROWS * rank;
+    each_row(rank, [&](int m, int half, int row) {
       int bucket = s.threshold[row];
       bool everything = a.p >= 1.f || bucket == 0;
       // A hair less than the bucket's edge, so that no token of it is lost to rounding.
       float z = s.low[row] + edge(bucket) - 1e-4f;
       least[m][half] = bucket == NEVER_REACHED ? INF : everything ? NOTHING : z * (1.f / LOGIT_SCALE);
-      offset[m][half] = offset_of(FINE, s.low[row]), exponent[m][half] = -s.exponent[row];
-      pooled[m] = half ? pooled[m] | static_cast<u32>(s.pooled[row]) << 16 : static_cast<u32>(s.pooled[row]);
+      offset[m][half] = Window<false>::offset_of(s.low[row]), exponent[m][half] = -s.exponent[row];
+      u32 less = static_cast<u32>(1 - s.pooled[row]) & 0xFFFFu;
+      short_of[m] = half ? short_of[m] | less << 16 : less;
     });
   }
 };
-template <bool WORD> struct Counts { using Type = float; };
-template <> struct Counts<true> { using Type = u32; };  // of two rows, 16 bits each
-using VoteCount = Counts<(REACH > 0)>::Type;
-DEV void vote(const Select& a, const Head& h, Shared& s, Pipe& pipe, const Rows& rows, const Lane& lane) {
+DEV void read_votes(const Select& a, const Head& h, Shared& s, Pipe& pipe, int block, const Tiles& tiles) {
+  constexpr int each = LANE_KEYS / 8;
+  Rows rows;
+  Lane lane;
   Bar bar;
+  rows.load(a, h, block * ROWS, pipe.rank);
+  lane.read(s, h, block, pipe.rank);
   bar.read(a, s, pipe.rank);
-  auto body = [&](int tile, u32 keys) {
-    if (!lane.active) return;
-    VoteCount votes[8] = {};
-    float mass[8] = {}, c[HELD][TILES][4];
+  int candidates = min_int(h.candidates, a.columns);
+  u64* tally = a.tally + static_cast<i64>(h.index) * a.columns;
+  take(a, h, pipe, rows, tiles, [&](int tile, u32 stage, float(&products)[HELD][TILES][4], auto release) {
+    float votes[LANE_KEYS] = {}, mass[LANE_KEYS] = {}, sum[each], counted[each] = {};
+    u32 pairs[LANE_KEYS / 2] = {}, counts[each];  // votes of two tokens and two rows a word
     Near near;
-    if constexpr (REACH > 0) near = near_in(a, h, tile);
-    logits_of(c, a, h, lane, rows, tile, keys);
+    if constexpr (REACH > 0) near.find(h, tile, stage);
+    each_logits(products, h, lane, tile, stage, release, [&](int m, const float(&c)[TILES][4]) {
 #pragma unroll
-    for (int m = 0; m < HELD; m++) {
-      Buckets b;
-      if constexpr (REACH > 0) b.find(c[m], slope_of(FINE), bar.offset[m], near, is_plain(lane, tile));
-#pragma unroll
-      for (int n = 0; n < TILES; n++) {
+      for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          int half = i / 2;
-          mass[2 * n + (i & 1)] += exp2_fast(fmaf(c[m][n][i], LOGIT_SCALE, bar.exponent[m][half]));
-          if constexpr (REACH == 0 && !BY_SCORE) votes[2 * n + (i & 1)] += reaches(c[m][n][i], bar.least[m][half]);
+          int half = i / 2, token = 2 * n + (i & 1);
+          mass[token] += exp2_fast(fmaf(c[n][i], LOGIT_SCALE, bar.exponent[m][half]));
+          if constexpr (REACH == 0 && !BY_SCORE) votes[token] += reaches(c[n][i], bar.least[m][half]);
         }
-        if constexpr (REACH > 0)
-          for (int e = 0; e < 2; e++) votes[2 * n + e] += ((b.pooled[n][e] | 0x80008000u) - bar.pooled[m]) >> 15 & 0x00010001u;
+      if constexpr (REACH > 0) {
+        Words words;
+        find_words(words, c, bar.offset[m]);
+#pragma unroll
+        for (int first = 0; first < LANE_KEYS; first += PART_KEYS) {
+          u32 pooled[PART_KEYS];
+          pool_part(pooled, words, c, first, near, is_plain(lane, tile));
+#pragma unroll
+          for (int i = 0; i < PART_KEYS; i += 2) pairs[(first + i) / 2] += reach_two(pooled[i], bar.short_of[m]) + (reach_two(pooled[i + 1], bar.short_of[m]) << 8);
+        }
       }
+    });
+    if (!lane.active) return;
+    scattered_sum(sum, mass);
+    if constexpr (REACH > 0) scattered_counts<LANE_KEYS>(counts, pairs);
+    else if constexpr (!BY_SCORE) scattered_sum(counted, votes);
+#pragma unroll
+    for (int k = 0; k < each; k++) {
+      u32 number = BY_SCORE ? 0 : REACH > 0 ? counts[k] : static_cast<u32>(counted[k]);
+      int j = LANE_KEYS * (threadIdx.x & 3) + each * ((threadIdx.x & 31) >> 2) + k, i = first_of(tile) + j - h.first;
+      if (j < HALO || j >= KEYS - HALO || i < 0 || i >= candidates) continue;
+      atomicAdd(tally + i, static_cast<u64>(number) << VOTE_SHIFT | __float2ull_rn(sum[k] * (1ull << MASS_BITS)));
     }
-    u32 counted = static_cast<u32>(scattered_sum(votes));
-    float sum = scattered_sum(mass);
-    int value = (threadIdx.x & 31) >> 2, j = value / 2 * 8 + 2 * (threadIdx.x & 3) + (value & 1), v = first_of(tile) + j, i = v - h.first;
-    if constexpr (REACH > 0) counted = (counted & 0xFFFFu) + (counted >> 16);
-    if (j < HALO || j >= KEYS - HALO || i < 0 || i >= min_int(h.candidates, a.columns)) return;
-    if constexpr (BY_SCORE) {
-      int bits = score_of(a, h, v);
-      for (int r = WARP_ROWS * pipe.rank; r < WARP_ROWS * (pipe.rank + 1); r++) counted += s.threshold[r] <= bits && v < s.visible[r];
-    }
-    atomicAdd(a.tally + static_cast<i64>(h.index) * a.columns + i, static_cast<u64>(counted) << VOTE_SHIFT | __float2ull_rn(sum * (1ull << MASS_BITS)));
-  };
-  stream(a, h, pipe, h.first / STRIDE, ceil_div(h.first + h.candidates, STRIDE), 1, body);
-  __syncthreads();
+  });
+}
+DEV void vote(const Select& a, const Head& h, Shared& s, Pipe& pipe, int block) {
+  int from = h.first / STRIDE, candidates = min_int(h.candidates, a.columns);
+  Tiles tiles = {from, ceil_div(h.first + candidates, STRIDE) - from, 0, 0, 0};
+  stream(a, h, pipe, tiles, [&] { read_votes(a, h, s, pipe, block, tiles); });
 }
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1) select(const __grid_constant__ Select a) {
@@ -106,13 +180,14 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1) select(const __g
   if (threadIdx.x == 0) s.head = head_of(a);
   __syncthreads();
   const Head& h = s.head;
-  int team = threadIdx.x / TEAM_THREADS, rank = threadIdx.x / 32 % TEAM_WARPS;
-  Pipe pipe = {team, rank, 0, shared_address(s.lines[team]), shared_address(s.full[team]), shared_address(s.empty[team])};
+  bool feeds = threadIdx.x >= READERS;
+  int warp = threadIdx.x / 32, team = feeds ? warp - READERS / 32 : warp / TEAM_WARPS, at = min_int(team, TEAMS - 1);
+  Pipe pipe = {team, feeds ? FEEDER : warp % TEAM_WARPS, shared_address(s.lines[at]), shared_address(s.full[at]), shared_address(s.empty[at]), 0, 0};
   if (threadIdx.x < TEAMS * STAGES) {
-    barrier_init(shared_address(&s.full[0][0] + threadIdx.x), BULK ? 1 : 32);
+    barrier_init(shared_address(&s.full[0][0] + threadIdx.x), COPIERS);
     barrier_init(shared_address(&s.empty[0][0] + threadIdx.x), TEAM_WARPS);
   }
-  async_proxy_fence();
+  for (int i = threadIdx.x; i < a.columns; i += SELECT_THREADS) a.tally[static_cast<i64>(h.index) * a.columns + i] = 0;
   int latest = h.candidates > 0 ? position_of(a, h, h.first + h.candidates - 1) : -1;
   for (int w = threadIdx.x; w < QUERY_ROWS; w += SELECT_THREADS) s.of_query[w] = w * GROUP < h.rows ? visible_to(a, h, w, latest) : 0;
   __syncthreads();
@@ -123,13 +198,10 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1) select(const __g
       s.visible[threadIdx.x] = row < h.rows ? s.of_query[row / GROUP] : h.total;
     }
     __syncthreads();
-    Rows rows;
-    Lane lane;
-    rows.load(a, h, block * ROWS + WARP_ROWS * rank);
-    lane.read(s, h, block, rank);
-    find_bars(a, h, s, pipe, rows, lane, block);
+    find_bars(a, h, s, pipe, block);
     if constexpr (BY_SCORE) find_score_thresholds(a, h, s);
-    vote(a, h, s, pipe, rows, lane);
+    vote(a, h, s, pipe, block);
+    if constexpr (BY_SCORE) vote_by_score(a, h, s);
   }
-  decide(a, h, s.of_query, s.histogram, whole);
+  decide(a, h, s.of_query, s.scratch(), whole);
 }
