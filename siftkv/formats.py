@@ -4,7 +4,9 @@ included.
 A *format* is `k<key bits>v<value bits>` (`k8v4`: 8-bit keys, 4-bit values) or a floating-point one (`bf16`, `fp16`,
 `fp32`; `fp8`: e4m3 with a scale of 1, as other engines keep keys and values in 8 bits by default).
 Suffixes: `_g<key groups><value groups>` for several scales a token (`k4v2_g24`), `c` for compact value metadata
-(`k4v2c`).
+(`k4v2c`). Two more are baselines that only the reference kernels know, with keys as the model made them: `t` for keys
+with a scale a channel over 32 tokens and values with one for 32 channels (`k2v2t`, as KIVI), `o<n>` for the `n` lowest
+and `n` highest channels of every key and value apart, at 16 bits (`k4v4o1`, as QAQ).
 
 A *page* is a fixed number of bytes that holds tokens of one head slot in one format, in up to eight
 segments, empty where its tier keeps nothing of the kind:
@@ -47,7 +49,13 @@ DENSE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 PLAIN_DTYPES = DENSE_DTYPES | {"fp8": torch.float8_e4m3fn}
 """Dense formats and the element type in which they keep keys and values."""
 
-_PATTERN = re.compile(r"k([1248])v([1248])(?:_g(\d)(\d))?(c?)")
+_PATTERN = re.compile(r"k([1248])v([1248])(?:_g(\d)(\d)(c?)|(c)|(t)|o([1-4]))?")
+
+CHANNEL_GROUP = 32
+"""Tokens, and channels, that share a scale and zero-point in formats with `t`."""
+
+OUTLIER_BYTES = 3
+"""Bytes of one outlier: an fp16 number and its channel."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class TierFormat:
     key_bits, value_bits: 1, 2, 4 or 8; 8, 16 or 32 when `dense`.
     key_groups, value_groups: scale/zero pairs a token, each over a contiguous slice of channels.
     compact: value scale and zero-point in one byte each instead of fp16.
+    channels: keys share scales by channel, `CHANNEL_GROUP` tokens each. outliers: lowest and highest channels apart.
     """
 
     name: str
@@ -66,6 +75,8 @@ class TierFormat:
     value_groups: int = 1
     compact: bool = False
     dense: bool = False
+    channels: bool = False
+    outliers: int = 0
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -84,12 +95,24 @@ class TierFormat:
         key_groups, value_groups = int(found[3] or 1), int(found[4] or 1)
         if key_groups not in (1, 2, 4, 8) or value_groups not in (1, 2, 4, 8):
             raise FormatError(f"format {name!r}: sub-groups must be 1, 2, 4 or 8")
-        return TierFormat(name, key_bits, value_bits, key_groups, value_groups, compact=bool(found[5]))
+        compact, channels, outliers = bool(found[5] or found[6]), bool(found[7]), int(found[8] or 0)
+        return TierFormat(name, key_bits, value_bits, key_groups, value_groups, compact, False, channels, outliers)
 
     @property
-    def precision(self) -> tuple[int, int, int, int, bool]:
+    def precision(self) -> tuple[int, int, int, int, bool, int]:
         """Sorts formats by how precisely they keep a token: keys first, since errors in keys cost most."""
-        return self.key_bits, self.value_bits, self.key_groups, self.value_groups, not self.compact
+        groups = self.key_groups, self.value_groups
+        return self.key_bits, self.value_bits, *groups, not self.compact, self.outliers + self.channels
+
+    @property
+    def plain(self) -> bool:
+        """Whether keys are stored as the model made them; other formats store conditioned keys."""
+        return self.dense or self.channels or self.outliers > 0
+
+    @property
+    def reference_only(self) -> bool:
+        """Whether only the reference kernels know the format."""
+        return self.channels or self.outliers > 0 or (self.dense and self.name not in DENSE_DTYPES)
 
     @property
     def key_meta_bytes(self) -> int:
@@ -144,6 +167,8 @@ class PageLayout:
         fmt = self.format
         if not fmt.dense and (self.head_dim % fmt.key_groups or self.head_dim % fmt.value_groups):
             raise FormatError(f"format {fmt.name}: sub-groups do not divide head_dim {self.head_dim}")
+        if fmt.channels and self.head_dim % CHANNEL_GROUP:
+            raise FormatError(f"format {fmt.name}: head_dim {self.head_dim} is not a multiple of {CHANNEL_GROUP}")
         if self.tokens < 1:
             raise FormatError(
                 f"a page of {self.page_bytes} bytes holds no token of {fmt.name} at head_dim {self.head_dim}"
@@ -166,9 +191,25 @@ class PageLayout:
     @property
     def state_bytes(self) -> int:
         """Bytes a token beside its codes: scales, zero-points, score, position, votes, log-weight."""
+        return sum(self._token_state) + self.key_meta_bytes + self.value_meta_bytes
+
+    @property
+    def key_meta_bytes(self) -> int:
+        """Bytes of key scales, zero-points and outliers a token."""
+        return self._meta_bytes(self.format.key_meta_bytes)
+
+    @property
+    def value_meta_bytes(self) -> int:
+        """Bytes of value scales, zero-points and outliers a token."""
+        return self._meta_bytes(self.format.value_meta_bytes)
+
+    def _meta_bytes(self, usual: int) -> int:
         fmt = self.format
-        state = sum(self._token_state)
-        return state if fmt.dense else state + fmt.key_meta_bytes + fmt.value_meta_bytes
+        if fmt.dense:
+            return 0
+        if fmt.channels:
+            return 2 * META_BYTES * self.head_dim // CHANNEL_GROUP
+        return usual + 2 * fmt.outliers * OUTLIER_BYTES
 
     @property
     def _token_state(self) -> tuple[int, int, int, int]:
@@ -206,12 +247,11 @@ class PageLayout:
         return self.page_bytes / self.tokens
 
     def _segments(self, tokens: int) -> list[int]:
-        fmt = self.format
         sizes = [
             self.key_row,
-            0 if fmt.dense else fmt.key_meta_bytes,
+            self.key_meta_bytes,
             self.value_row,
-            0 if fmt.dense else fmt.value_meta_bytes,
+            self.value_meta_bytes,
             *self._token_state,
         ]
         offsets, at = [], 0
@@ -247,10 +287,10 @@ class PageLayout:
 
         token_major(key, self.key_row)
         if not fmt.dense:
-            token_major(key_meta, fmt.key_meta_bytes)
+            token_major(key_meta, self.key_meta_bytes)
             base.extend(range(value, value + self.value_row * self.tokens, self.tokens))
             stride.extend([1] * self.value_row)
-            token_major(value_meta, fmt.value_meta_bytes)
+            token_major(value_meta, self.value_meta_bytes)
         else:
             token_major(value, self.value_row)
         for start, size in zip(state, self._token_state, strict=True):

@@ -112,21 +112,25 @@ def _bare(model: LoadedModel, prompts: list[list[int]]) -> None:
 
 
 def measure_stall(model: LoadedModel, prompt_ms: float) -> Stall:
-    """Requests decode; then a long prompt comes."""
+    """Requests decode; then a long prompt comes. Graphs are captured before, as a server does at its start."""
     with _engine(model, STALL_KV, STALL_BATCH + 1, LONGEST + 256) as llm:
         engine = llm.engine
-        for ids in _tokens(model, STALL_BATCH, STALL_CONTEXT):
+        if engine.runner.graphs is not None:
+            engine.runner.graphs.capture_all()
+        running = {
             engine.add(ids, SamplingParams(temperature=0, max_tokens=160, ignore_eos=True), llm.kv)
-        times = [_step_ms(llm) for _ in range(96)]
+            for ids in _tokens(model, STALL_BATCH, STALL_CONTEXT)
+        }
+        times = [_step_ms(llm, running) for _ in range(96)]
         engine.add(_tokens(model, 1, LONGEST)[0], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), llm.kv)
-        gap = max(_step_ms(llm) for _ in range(32))
+        gap = max(_step_ms(llm, running) for _ in range(32))
         return Stall(STALL_KV, STALL_BATCH, LONGEST, median(times[32:]), gap, prompt_ms)
 
 
-def _step_ms(llm: LLM) -> float:
+def _step_ms(llm: LLM, running: set[str]) -> float:
     """Until the next tokens of running requests are known on the host."""
     begin = time.perf_counter()
-    while not any(chunk.token_ids for chunk in llm.engine.step()):
+    while not any(chunk.token_ids for chunk in llm.engine.step() if chunk.request_id in running):
         pass
     return (time.perf_counter() - begin) * 1e3
 

@@ -19,6 +19,9 @@ from siftkv.errors import SiftKVError
 from siftkv.models import Decoder, LoadedModel, ModelConfig
 from siftkv.policies import parse_policy
 
+PASS_TOKENS = 16384
+"""Tokens of a prompt pass at most: between two passes the GPU waits for the host."""
+
 LLAMA3_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 16384, rms_norm_eps=1e-5)
 
 
@@ -86,6 +89,7 @@ def measure(model: LoadedModel, kv: str, work: Workload, eager: bool = False) ->
         max_num_seqs=work.slots or work.requests,
         max_window=policy.window,
         max_model_len=work.prompt + work.output + 1,
+        max_num_batched_tokens=PASS_TOKENS,
         kv_cache_memory_bytes=work.pool_bytes,
         enforce_eager=eager,
     )

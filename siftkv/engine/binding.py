@@ -13,6 +13,9 @@ from siftkv.errors import PolicyError
 from siftkv.policies import Policy, PromptView
 from siftkv.policies.base import Prices, Sifted
 
+_RING_ENTRY = 4
+"""Bytes of a page's entry in the free ring."""
+
 
 def policy_key(policy: Policy) -> Hashable:
     """The policy itself where it can be hashed, else (settings that are lists or tensors) what it holds, as text."""
@@ -28,10 +31,10 @@ class BoundPolicy:
     """What the engine needs of a policy for one model and pool.
 
     Raises FormatError when the policy needs a format that the pool was not opened with, PolicyError when its window or
-    sinks do not fit.
+    sinks do not fit. costs: of layers, as in `Prices`.
     """
 
-    def __init__(self, policy: Policy, spec: CacheSpec) -> None:
+    def __init__(self, policy: Policy, spec: CacheSpec, costs: tuple[float, ...] = ()) -> None:
         self.name = policy.describe()
         self.key: Hashable = policy_key(policy)
         """What policies that behave alike have in common."""
@@ -55,7 +58,7 @@ class BoundPolicy:
             raise PolicyError(f"{policy.name}: its tiers must go from more to less precise formats")
         self._pool_tier = torch.tensor([*self._tiers, -1], dtype=torch.int8)  # index -1 stays "dropped"
         self._pool_size = len(spec.tiers)
-        self._prices = self._price(spec)
+        self._prices = self._price(spec, costs)
         self.rule = self._slot_rule(spec)
         self.tiers_used = len(self._tiers)
         self.tokens_a_page = min(spec.layouts[t].tokens for t in self._tiers)
@@ -97,7 +100,8 @@ class BoundPolicy:
             share[..., self._tiers] = own.share
         return Sifted(self._pool_tier[own.tier.long()], own.score, share)
 
-    def _price(self, spec: CacheSpec) -> Prices:
+    def _price(self, spec: CacheSpec, costs: tuple[float, ...]) -> Prices:
         tokens = [spec.layouts[tier].tokens for tier in self._tiers]
         slot = spec.slot_bytes / spec.head_slots
-        return Prices(tuple(spec.page_bytes / n for n in tokens), spec.page_bytes, slot, spec.head_dim * 2 * 2)
+        page = spec.page_bytes + _RING_ENTRY
+        return Prices(tuple(page / n for n in tokens), page, slot, spec.head_dim * 2 * 2, costs)

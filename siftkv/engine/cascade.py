@@ -32,6 +32,7 @@ from siftkv.policies.hardkv.fit import Ballot, fit
 from siftkv.policies.hardkv.rows import LayerTokens
 from siftkv.policies.hardkv.selection import coverage, filled
 from siftkv.policies.hardkv.settings import budget_bytes
+from siftkv.policies.kivi import Kivi
 from siftkv.policies.quest import Quest
 
 
@@ -220,6 +221,10 @@ def cascade_of(bound: BoundPolicy, spec: CacheSpec, prompt_ids: SequenceOf[int],
         from siftkv.engine.page_reader import PageReader  # is a Cascade
 
         return PageReader(bound, bound.policy)
+    if isinstance(bound.policy, Kivi):
+        from siftkv.engine.regrouping import Regrouping  # is a Cascade
+
+        return Regrouping(bound, bound.policy)
     if not isinstance(bound.policy, HardKV):
         return None
     return Cascade(bound, bound.policy, spec, prompt_ids, index)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as SequenceOf
 
 from siftkv.cache import KVCache
 from siftkv.engine.outputs import StreamChunk, TokenLogprob
-from siftkv.engine.report import kv_report
+from siftkv.engine.report import read_counts, report_of
 from siftkv.engine.scheduler import Scheduler
 from siftkv.engine.sequence import Sequence
 from siftkv.errors import SiftKVError
@@ -19,6 +20,12 @@ class Delivery:
         self.cache = cache
         self.scheduler = scheduler
         self.eos_token_ids = eos_token_ids
+        self._counts: dict[int, list[int]] = {}
+
+    def foresee(self, sequences: SequenceOf[Sequence]) -> None:
+        """Sequences will end with their next token, by their limit: what their reports need is read in one go."""
+        slots = [s.slot for s in sequences]
+        self._counts = dict(zip(slots, read_counts(self.cache, slots), strict=True)) if slots else {}
 
     def append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> StreamChunk:
         """Take in a drawn token: text, stops, limits."""
@@ -65,7 +72,8 @@ class Delivery:
         sequence.finish_reason = reason  # type: ignore[assignment]
         sequence.finished = time.perf_counter()
         if sequence.slot >= 0:
-            sequence.kv = kv_report(self.cache, sequence.slot, sequence.policy.name, sequence.peak_bytes)
+            counts = self._counts.pop(sequence.slot, None) or read_counts(self.cache, [sequence.slot])[0]
+            sequence.kv = report_of(self.cache, counts, sequence.policy.name, sequence.peak_bytes)
         self.scheduler.remove(sequence)
         return self._chunk(sequence, text, tokens or [], logprob)
 

@@ -17,6 +17,8 @@ from siftkv.engine.cascade import cascade_of, run_due
 from siftkv.engine.delivery import Delivery
 from siftkv.engine.detokenizer import Decoder as Detokenize
 from siftkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from siftkv.engine.graphs import pages_of_two_steps
+from siftkv.engine.layer_costs import layer_costs
 from siftkv.engine.outputs import StreamChunk
 from siftkv.engine.pipeline import Flight, flies, most_pages
 from siftkv.engine.runner import Runner
@@ -63,7 +65,8 @@ class Engine:
         self.sampler = Sampler()
         self.check_integrity = check_integrity
         self._flight: Flight | None = None
-        self._free_after_landing = 0
+        self._free_pages = 0  # after the step before the one in flight
+        self._pages_ahead: int | None = None  # that this one and the next can take, where that was asked
         self._live: dict[str, list[Sequence]] = {}
         self._policies: OrderedDict[Hashable, BoundPolicy] = OrderedDict()
         self._counter = itertools.count()
@@ -71,11 +74,15 @@ class Engine:
     def bind(self, policy: Policy) -> BoundPolicy:
         """A policy bound to this engine's pool. Raises FormatError or PolicyError when it does not fit."""
         key = policy_key(policy)
-        known = self._policies.pop(key, None) or BoundPolicy(policy.for_model(self._fingerprint), self.cache.spec)
+        known = self._policies.pop(key, None) or self._bound(policy.for_model(self._fingerprint))
         self._policies[key] = known  # most recently used last
         if len(self._policies) > _REMEMBERED_POLICIES:
             self._policies.popitem(last=False)
         return known
+
+    def _bound(self, policy: Policy) -> BoundPolicy:
+        costs = layer_costs(self.runner.decoder, self.tokenizer) if policy.weighs_layers else ()
+        return BoundPolicy(policy, self.cache.spec, costs)
 
     def _fingerprint(self) -> str:
         return model_fingerprint(self.runner.decoder)
@@ -176,6 +183,8 @@ class Engine:
             if batch.prefill:
                 chunks += self._prefill(batch.prefill)
             elif batch.decode and self._may_fly(batch.decode):
+                self._free_pages = self.cache.free_pages
+                self._pages_ahead = int(pages_of_two_steps(self.cache.state, self._slots(batch.decode)))
                 self._flight = self._launch(batch.decode, None)
             elif batch.decode:
                 chunks += self._decode(batch.decode)
@@ -187,7 +196,7 @@ class Engine:
 
     def _launch(self, sequences: list[Sequence], before: Flight | None) -> Flight:
         """Launch a step of `sequences`; their tokens come from `before`, where they are still on the way, or from the
-        host.
+        host. Where free pages run short, the device is asked how many of them the steps after it can take.
         """
         graphs = self.runner.graphs
         assert graphs is not None
@@ -199,17 +208,22 @@ class Engine:
             places = {id(s): row for row, s in enumerate(before.sequences)}
             rows = torch.tensor([places[id(s)] for s in sequences]).pin_memory()
             tokens = before.landing.tokens[rows.to(before.landing.tokens.device, non_blocking=True)]
+        short = self._free_pages < 4 * most_pages(sequences, self.cache.spec.head_slots)
         with torch.inference_mode():
-            return Flight(sequences, graphs.launch(tokens, slots))
+            return Flight(sequences, graphs.launch(tokens, slots, short))
 
     def _land(self, flight: Flight) -> list[StreamChunk]:
         """Launch the next step if nothing stands against it, then take in what `flight` brought."""
-        going_on = [s for s in flight.sequences if s.finish_reason is None and len(s.output_ids) + 1 < s.max_tokens]
-        room = self._free_after_landing - 2 * most_pages(going_on, self.cache.spec.head_slots)
+        live = [s for s in flight.sequences if s.finish_reason is None]
+        going_on = [s for s in live if len(s.output_ids) + 1 < s.max_tokens]
+        needed = 2 * most_pages(going_on, self.cache.spec.head_slots)
+        if self._pages_ahead is not None:
+            needed = min(needed, self._pages_ahead)
         self._flight = None
-        if going_on and room >= 0 and not self.scheduler.wants_turn(self._free_after_landing):
+        if going_on and needed <= self._free_pages and not self.scheduler.wants_turn(self._free_pages):
             self._flight = self._launch(going_on, flight)
-        tokens, finite, self._free_after_landing = flight.landing.wait()
+        tokens, finite, self._free_pages, self._pages_ahead = flight.landing.wait()
+        self.delivery.foresee([s for s in live if len(s.output_ids) + 1 >= s.max_tokens])
         chunks = []
         for sequence, token, ok in zip(flight.sequences, tokens, finite, strict=True):
             if sequence.finish_reason is None:  # else it ended by itself or was aborted while this step was on its way

@@ -17,6 +17,21 @@ _OUTPUT_RATE = 0.1
 _OVERTIME = 4
 """An answer longer than expected is thought to go on for a quarter of what it has."""
 
+Course = tuple[int, float, float]
+"""Of a sequence: tokens to come, pages now, and pages a token."""
+
+
+def peak(courses: Iterable[Course]) -> float:
+    """Most pages of all together. All grow steadily, and each returns its pages when it ends, so the fullest moment is
+    one at which one of them ends.
+    """
+    held = growth = most = 0.0
+    for left, pages, growth_each in sorted(courses, reverse=True):
+        held += pages
+        growth += growth_each
+        most = max(most, held + growth * left)
+    return most
+
 
 class Forecast:
     """What requests take of a cache: at their start, and at the fullest moment until they end."""
@@ -51,18 +66,11 @@ class Forecast:
         return int(self._worst_pages(sequence, len(sequence.output_ids)) * min(1.0, share * _PAGE_MARGIN))
 
     def peak_pages(self, sequences: Iterable[Sequence]) -> float:
-        """Most pages that sequences are expected to hold together. All grow steadily, and each returns its pages when
-        it ends, so the fullest moment is one at which one of them ends.
-        """
-        held = growth = peak = 0.0
-        for left, pages, growth_each in sorted(map(self._course, sequences), reverse=True):
-            held += pages
-            growth += growth_each
-            peak = max(peak, held + growth * left)
-        return peak
+        """Most pages that sequences are expected to hold together."""
+        return peak(map(self.course, sequences))
 
-    def _course(self, sequence: Sequence) -> tuple[int, float, float]:
-        """Tokens to come, pages now, and pages a token."""
+    def course(self, sequence: Sequence) -> Course:
+        """What a sequence is expected to do from now on."""
         done, share = len(sequence.output_ids), self._share(sequence)
         left = max(1, self._expected_output(sequence) - done)
         now = self._worst_pages(sequence, done) * share

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from siftkv.attention import DecodeAttention
 from siftkv.cache import KVCache
+from siftkv.kernels.cuda import products
 from siftkv.kernels.cuda.step import choose
+from siftkv.kernels.reference.pages import tokens_a_page
+from siftkv.kernels.state import CacheState
 from siftkv.models import Decoder
 
 _WARM_UP_STEPS = 2
@@ -42,23 +45,43 @@ class Landing:
 
     tokens: Tensor
     _choice: Tensor
+    _ahead: Tensor | None
     _arrived: torch.cuda.Event
 
     @classmethod
-    def of(cls, choice: Tensor, count: int) -> Landing:
-        """Of the first `count` requests of a step."""
-        host = torch.empty(choice.shape, dtype=choice.dtype, pin_memory=True)
-        host.copy_(choice, non_blocking=True)
+    def of(cls, choice: Tensor, count: int, ahead: Tensor | None) -> Landing:
+        """Of the first `count` requests of a step. ahead: what two more steps can take, see `pages_of_two_steps`."""
+        tokens, choice_there, ahead_there = choice[:count], _to_host(choice), None if ahead is None else _to_host(ahead)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(choice[:count], host, arrived)
+        return cls(tokens, choice_there, ahead_there, arrived)
 
-    def wait(self) -> tuple[list[int], list[bool], int]:
-        """Token ids and finite flags of the step's requests, and the pages that were free after it."""
+    def wait(self) -> tuple[list[int], list[bool], int, int | None]:
+        """Token ids and finite flags of the step's requests, the pages that were free after it, and those that two more
+        steps can take, if that was asked.
+        """
         self._arrived.synchronize()
         choice, count = self._choice.tolist(), len(self.tokens)
         size = (len(choice) - 2) // 2
-        return choice[:count], [bool(x) for x in choice[size : size + count]], choice[-1] - choice[-2]
+        finite = [bool(x) for x in choice[size : size + count]]
+        return choice[:count], finite, choice[-1] - choice[-2], None if self._ahead is None else int(self._ahead)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy in pinned memory, on its way."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def pages_of_two_steps(state: CacheState, slots: Tensor) -> Tensor:
+    """Most pages that the next two steps of requests can take: slots int64 `[B]` to int64 `[]`, on the device.
+
+    A tier takes a page if the tokens that may come to it, one a step (two with catch-up), exceed what its last page has
+    room for; a head takes no more than one page a step (two with catch-up).
+    """
+    most = 2 * (1 + state.catch_up[slots])[:, None, None]
+    room = -state.lengths[slots] % tokens_a_page(state)  # [B, L, H, T]
+    ending = (room < most[..., None]) & (state.cap[slots] > 0)
+    return torch.minimum(ending.sum(-1), most).sum()
 
 
 class DecodeGraphs:
@@ -80,6 +103,10 @@ class DecodeGraphs:
         self._slots = torch.full_like(self._token_ids, self._padding)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, _Step]] = {}
         self._pool: Any = None
+        self._stream = torch.cuda.Stream(device)
+        layers = zip(*(layer.linears() for layer in decoder.layers), strict=True)
+        products.prepare(layers, (decoder.head, None), self.buckets, self._stream)
+        self._space = cache.state.scratch["products"] = products.space_for_graphs(device)
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -97,9 +124,14 @@ class DecodeGraphs:
         step = self._replay(token_ids, slots)
         return step.logits[: len(slots)].float(), self.cache.finite(self._slots[: len(slots)])
 
-    def launch(self, token_ids: Tensor, slots: Tensor) -> Landing:
-        """`run` for greedy requests, without waiting: the likeliest tokens stay on the device and go to the host."""
-        return Landing.of(self._replay(token_ids, slots).choice, len(slots))
+    def launch(self, token_ids: Tensor, slots: Tensor, looks_ahead: bool = False) -> Landing:
+        """`run` for greedy requests, without waiting: the likeliest tokens stay on the device and go to the host.
+
+        looks_ahead: let the landing tell how many pages two more steps can take.
+        """
+        step, count = self._replay(token_ids, slots), len(slots)
+        ahead = pages_of_two_steps(self.cache.state, self._slots[:count]) if looks_ahead else None
+        return Landing.of(step.choice, count, ahead)
 
     def _replay(self, token_ids: Tensor, slots: Tensor) -> _Step:
         count = len(slots)
@@ -117,14 +149,13 @@ class DecodeGraphs:
     def _capture(self, size: int) -> None:
         kept = self._slots.clone()
         self._slots.fill_(self._padding)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), products.lend(self._space):
             for _ in range(_WARM_UP_STEPS):
                 self._step(size)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream), products.lend(self._space):
             step = self._step(size)
         self._pool = self._pool or graph.pool()
         self._graphs[size, self.cache.examines] = (graph, step)

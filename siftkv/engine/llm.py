@@ -17,6 +17,7 @@ from siftkv.engine.conditioning import condition
 from siftkv.engine.engine import Engine
 from siftkv.engine.graphs import DecodeGraphs
 from siftkv.engine.guard import warn_of_fragile_keys
+from siftkv.engine.layer_costs import layer_costs
 from siftkv.engine.memory import cache_budget
 from siftkv.engine.outputs import RequestOutput, StreamChunk
 from siftkv.engine.sampling_params import SamplingParams
@@ -90,6 +91,8 @@ class LLM:
         self.model = model if isinstance(model, LoadedModel) else load_model(model, dtype, device)
         config, decoder = self.model.config, self.model.decoder
         self.conditioning = condition(self.model, conditioning)
+        if self.kv.weighs_layers:
+            layer_costs(decoder, self.model.tokenizer)  # now, while there is memory
         if kv_cache_memory_bytes is None and decoder.device.type == "cuda":
             longest = max_model_len or config.context_limit
             kv_cache_memory_bytes = cache_budget(

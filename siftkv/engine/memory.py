@@ -10,7 +10,7 @@ from siftkv.errors import SiftKVError
 from siftkv.models import Decoder
 
 _RESERVE = 640 << 20
-"""Bytes left for what cannot be measured beforehand: libraries' work space, kernels compiled later."""
+"""Bytes left for what cannot be measured beforehand: work space of libraries and products, kernels compiled later."""
 
 
 def cache_budget(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, chain
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,6 +16,8 @@ from siftkv.cache import KVCache
 from siftkv.engine.graphs import DecodeGraphs, decode_step
 from siftkv.errors import SiftKVError
 from siftkv.models import Decoder
+
+Values = list[int] | npt.NDArray[np.int64]
 
 
 class Runner:
@@ -32,14 +38,15 @@ class Runner:
         (OutOfPages, NumericsError), or None.
         """
         lengths = [len(p) for p in prompts]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        ends = list(accumulate(lengths))
+        starts = [end - n for end, n in zip(ends, lengths, strict=True)]
         chunks = [PromptChunk(*x) for x in zip(slots, starts, lengths, sifters, strict=True)]
         device = self.decoder.device
-        token_ids = torch.tensor([t for p in prompts for t in p], device=device)
+        token_ids = self._on_device(np.fromiter(chain.from_iterable(prompts), np.int64, ends[-1]))
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        per_token = torch.repeat_interleave(torch.tensor(lengths, device=device), torch.tensor(lengths, device=device))
+        per_token = torch.cat([torch.full((n,), n, device=device) for n in lengths])
+        last = self._on_device([end - 1 for end in ends])
         hidden = self.decoder(token_ids, positions, PrefillAttention(self.cache, chunks), per_token)
-        last = torch.tensor([start + n - 1 for start, n in zip(starts, lengths, strict=True)], device=device)
         logits = self.decoder.logits(hidden[last])
         deferred = self.cache.finish_prompts(slots, lengths)
         return logits, [chunk.failure or later for chunk, later in zip(chunks, deferred, strict=True)]
@@ -57,12 +64,12 @@ class Runner:
         logits = decode_step(self.decoder, self.cache, tokens, at)
         return logits.float(), self.cache.finite(at)
 
-    def _on_device(self, values: list[int]) -> Tensor:
+    def _on_device(self, values: Values) -> Tensor:
         """int64 on the model's device, without waiting for it."""
         device = self.decoder.device
-        return _pinned(values).to(device, non_blocking=True) if device.type == "cuda" else torch.tensor(values)
+        return _pinned(values).to(device, non_blocking=True) if device.type == "cuda" else torch.as_tensor(values)
 
 
-def _pinned(values: list[int]) -> Tensor:
+def _pinned(values: Values) -> Tensor:
     """int64 in pinned memory: its copy to the device does not wait."""
-    return torch.tensor(values).pin_memory()
+    return torch.as_tensor(values).pin_memory()

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from siftkv.cache import KVCache
-from siftkv.engine.forecast import Forecast
+from siftkv.engine.forecast import Forecast, peak
 from siftkv.engine.sequence import Sequence, Status
 from siftkv.errors import OutOfPages
 
@@ -169,6 +169,7 @@ class Scheduler:
     def _admit(self) -> list[Sequence]:
         prompts: list[Sequence] = []
         free, tokens = self.cache.free_pages - self._bound(), 0
+        courses = [self.forecast.course(s) for s in self.running] if self.waiting and self.cache.free_slots else []
         while self.waiting and self.cache.free_slots:
             sequence = self.waiting[0]
             expected = self.forecast.start_pages(sequence)
@@ -179,7 +180,9 @@ class Scheduler:
             room_for_a_step = self.cache.spec.head_slots
             if not alone and (expected + room_for_a_step > free or (prompts and tokens > self.max_batched_tokens)):
                 break
-            if not self._fits_until_it_ends(sequence, self.running + prompts, self._overcommit()):
+            courses.append(self.forecast.course(sequence))
+            careful = self.admission == "careful" and not alone
+            if careful and peak(courses) > self.cache.spec.num_pages + self._overcommit():
                 break
             free -= expected
             sequence.slot = self.cache.admit(sequence.policy.rule)

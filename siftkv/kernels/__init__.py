@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from siftkv.errors import FormatError, SiftKVError
-from siftkv.formats import DENSE_DTYPES, Tier
+from siftkv.formats import Tier
 from siftkv.kernels.prompts import PromptBatch
 from siftkv.kernels.state import CacheState
 
@@ -76,9 +76,10 @@ def get_kernels(
     """Kernel bodies by name for a device, a model's dtype and a pool's tiers.
 
     `auto` takes numba on a CPU, cuda for 16-bit models on GPUs that these kernels serve, else the reference; and the
-    reference for a pool with `fp8`, a baseline that only it knows. Raises FormatError where other bodies are asked for.
+    reference for a pool with `fp8` or another baseline that only it knows. Raises FormatError where other bodies are
+    asked for.
     """
-    alone = [tier.name for tier in tiers if tier.format.dense and tier.name not in DENSE_DTYPES]
+    alone = [tier.name for tier in tiers if tier.format.reference_only]
     if name == "auto":
         name = "reference" if alone else _best(torch.device(device), dtype)
     elif alone and name in BACKENDS[1:]:

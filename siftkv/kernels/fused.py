@@ -68,13 +68,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight.T + bias`: x `[T, E]`, weight `[N, E]`, bias `[N]` or None, to `[T, N]`."""
     few = _few_rows(x, weight)
-    return F.linear(x, weight, bias) if few is None else few.linear(x, weight, bias)
+    return _many_rows(x, weight, bias) if few is None else few.linear(x, weight, bias)
 
 
 def swiglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`swiglu` of `linear`: x `[T, E]`, weight `[2I, E]`, to `[T, I]`."""
     few = _few_rows(x, weight)
-    return swiglu(F.linear(x, weight, bias)) if few is None else few.swiglu_linear(x, weight, bias)
+    return swiglu(_many_rows(x, weight, bias)) if few is None else few.swiglu_linear(x, weight, bias)
 
 
 def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
@@ -84,7 +84,7 @@ def rotated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, 
     few = _few_rows(x, weight)
     if few is not None:
         return few.rotated_linear(x, weight, bias, cos, sin, turned)
-    heads = F.linear(x, weight, bias).unflatten(1, (-1, cos.shape[-1]))
+    heads = _many_rows(x, weight, bias).unflatten(1, (-1, cos.shape[-1]))
     return torch.cat([rotate(heads[:, :turned], cos, sin), heads[:, turned:]], 1)
 
 
@@ -120,6 +120,13 @@ def _few_rows(x: Tensor, weight: Tensor) -> Any:
     return _linear() if _linear().takes(x, weight) else None
 
 
+def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A library's product: on a GPU by the algorithm that was chosen for these rows, if one was."""
+    if x.device.type != "cuda":
+        return F.linear(x, weight, bias)
+    return cast(Tensor, _products().linear(x, weight, bias))
+
+
 def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16) and _served(x.device)
 
@@ -149,6 +156,13 @@ def _linear() -> Any:
     from siftkv.kernels.cuda import linear
 
     return linear
+
+
+@cache
+def _products() -> Any:
+    from siftkv.kernels.cuda import products
+
+    return products
 
 
 @cache

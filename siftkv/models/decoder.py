@@ -47,6 +47,8 @@ class Decoder(torch.nn.Module):
         """Whether `siftkv.models.values.condition_values` has been folded into the weights."""
         self.key_statistics: KeyStatistics | None = None
         """What keys look like since `siftkv.models.keys.condition_keys` was folded into the weights."""
+        self.layer_costs: tuple[float, ...] | None = None
+        """What `siftkv.engine.layer_costs` has measured."""
         if not config.tie_embeddings:
             self.head = empty_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         for index, layer in enumerate(self.layers):

@@ -74,6 +74,15 @@ class DecoderLayer:
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in values.items() if isinstance(value, Parameter)}
 
+    def linears(self) -> tuple[tuple[Parameter, Parameter | None], ...]:
+        """Weights and biases of the layer's products, in the order in which they run."""
+        return (
+            (self.qkv, self.qkv_bias),
+            (self.o, self.o_bias),
+            (self.gate_up, self.gate_up_bias),
+            (self.down, self.down_bias),
+        )
+
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x[T, E], normed by `input_norm` -> q[T, Hq, D], k[T, H, D], v[T, H, D].
 

@@ -23,8 +23,10 @@ from siftkv.policies.full import Full
 from siftkv.policies.h2o import H2O
 from siftkv.policies.hardkv import HardKV
 from siftkv.policies.integer import Int4, Int8
+from siftkv.policies.kivi import Kivi
 from siftkv.policies.profile import ProfilePolicy
 from siftkv.policies.pyramidkv import PyramidKV
+from siftkv.policies.qaq import QAQ
 from siftkv.policies.quest import Quest
 from siftkv.policies.rkv import RKV
 from siftkv.policies.sift import Sift
@@ -36,6 +38,7 @@ from siftkv.policies.uniform import Uniform
 __all__ = [
     "H2O",
     "POLICIES",
+    "QAQ",
     "RKV",
     "TOVA",
     "AdaKV",
@@ -48,6 +51,7 @@ __all__ = [
     "HardKV",
     "Int4",
     "Int8",
+    "Kivi",
     "Policy",
     "ProfilePolicy",
     "PromptView",
@@ -81,6 +85,8 @@ POLICIES: dict[str, type[Policy]] = {
         ExpectedAttention,
         DuoAttention,
         Quest,
+        Kivi,
+        QAQ,
     )
 }
 """Every policy by its name. Adding one is a file with a dataclass and an entry here."""

@@ -65,12 +65,15 @@ class Prices:
 
     token: a token in each of the policy's tiers, in full pages. page: one page, of which half is lost a tier, on
         average. slot: a head's window and its share of every table. full: a token at 16 bits.
+    costs: of each layer, what the model's answers lose where it alone loses tokens, in nats a token
+        (`siftkv.engine.layer_costs`); empty where that was not measured.
     """
 
     token: tuple[float, ...]
     page: float
     slot: float
     full: float
+    costs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,11 @@ class Policy(ABC):
     @property
     def skips(self) -> bool:
         """Whether the policy tells attention to ignore single pages."""
+        return False
+
+    @property
+    def weighs_layers(self) -> bool:
+        """Whether the policy asks what each layer's errors cost the model (`Prices.costs`)."""
         return False
 
     @abstractmethod

@@ -102,12 +102,10 @@ class DiffKV(Policy):
         )
 
     def classify(self, prompt: PromptView) -> Tensor:
-        heads = prompt.score.shape[1]
         relative = prompt.score * (prompt.position + 1)
         tier = torch.full(prompt.score.shape, DROPPED, dtype=torch.int8, device=prompt.score.device)
         for index, setting in reversed(list(enumerate((self.alpha_high, self.alpha_low)))):
-            alpha = _of_layer(setting, prompt.layer, heads).to(prompt.score.device)
-            tier[relative >= alpha[:, None]] = index
+            tier[relative >= _threshold(setting, prompt.layer, relative)] = index
         return tier
 
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
@@ -125,9 +123,14 @@ def _column(name: str, setting: Setting) -> Tensor:
     return value[:, None] if value.ndim == 1 else value
 
 
-def _of_layer(setting: Setting, layer: int, heads: int) -> Tensor:
-    """fp32 `[H]` of one layer; a single row or column stands for all, as in `expand`."""
+def _threshold(setting: Setting, layer: int, relative: Tensor) -> Tensor | float:
+    """What scores `[..., H, n]` of one layer are compared with: a number, or fp32 `[H, 1]`; a single row or column
+    stands for all, as in `expand`. A GPU's host does not wait for its copy.
+    """
     value = torch.as_tensor(setting, dtype=torch.float32)
     if value.ndim == 0:
-        return value.expand(heads)
-    return value[min(layer, len(value) - 1)].expand(heads)
+        return float(value)
+    value = value[min(layer, len(value) - 1)].expand(relative.shape[-2])[:, None].contiguous()
+    if relative.device.type != "cuda":
+        return value.to(relative.device)
+    return value.pin_memory().to(relative.device, non_blocking=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ TAIL = 256
 """Last query rows that always count one by one: the most recent queries foretell the next ones best."""
 
 
+@lru_cache(maxsize=32)  # every prompt of a length asks for the same
 def sampled_rows(length: int, sample: int = 8, tail: int = TAIL) -> tuple[Tensor, Tensor]:
     """A fixed, position-hashed 1-in-`sample` choice of all query rows, plus all of the last `tail`: rows int64 and
     weights fp32 `[M]`.

@@ -6,9 +6,13 @@ What decides (measured on SmolLM2 and Qwen2.5-Coder, see docs/policies.md):
   it adds to that of the output (`siftkv.policies.worth`). Two means are added, over the last `observe` queries and over
   queries all along the prompt that are `reach` positions away or more. Few queries have seen the last `young` tokens:
   they count as the layer's average at least.
-- All heads of a layer share one scale. Its best tokens stay, as many as `ratio` of a 16-bit cache has room for, pages,
-  window and tables counted; what is worth `contrast` times the least of them is stored in the middle tier, and
+- All heads of a layer share one scale. Its best tokens stay, as many as its part of `ratio` of a 16-bit cache has room
+  for, window and tables counted; what is worth `contrast` times the least of them is stored in the middle tier, and
   `contrast` cubed in the top tier. So a head whose attention is concentrated keeps fewer tokens than a diffuse one.
+- Layers differ in what the model loses with their tokens (`siftkv.engine.layer_costs` measures it). A layer gets `tilt`
+  of its 16-bit size more for each factor e.
+- Bytes are spent in pages. A prompt fills every page that it opens, and no tier opens another one before the request
+  has grown enough to pay for it. Short prompts, with few pages for many tiers, are kept in part pages instead.
 - While decoding, a head's tiers hold the same shares of what the request has seen: what enters displaces the weakest,
   from tier to tier and out. Scores start from the prompt's and go on learning, the older the observation the less it
   counts.
@@ -16,7 +20,9 @@ What decides (measured on SmolLM2 and Qwen2.5-Coder, see docs/policies.md):
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -39,16 +45,26 @@ from siftkv.policies.base import (
 from siftkv.policies.importance import sampled_rows
 from siftkv.policies.worth import mean_squares, pooled
 
+_NOTIONAL_PAGE = 24
+"""Tokens of the top tier in a page, where nothing is known of a cache."""
 _CANDIDATES = 256
-"""Counts of tokens that are tried at once."""
-_MARGIN = 0.98
-"""Of the budget that is spent: part pages are known on average only."""
+"""Thresholds that are tried at once."""
 _LEAST_LEARNED = 64
 """Tokens beyond the window from which a prompt tells heads apart."""
-_LATER = 1.2
-"""Times a prompt's length at which a growing request spends its budget; before and after it holds a little less."""
+_LATER = 4 / 3
+"""Times a prompt's length at which a growing request that is kept in part pages has spent its budget."""
+_SCALES = 256
+"""Sizes of a layer that are tried at once."""
 _TYPICAL = (0.125, 0.375, 0.5)
 """Shares of what a prompt keeps that its tiers hold, where nothing is known of a request."""
+_LATER_FIRST = 1e-3
+"""What a last token is worth more than a first one that is otherwise its equal."""
+_LEAST_COST = 1e-7
+"""Nats a token, below what can be measured."""
+_LEAST_WEIGHT = 0.3
+"""Of a layer that hardly matters on the text that layers are measured on: texts differ."""
+_ALMOST = 1e-4
+"""Of a page: what rounding may lack."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -59,7 +75,8 @@ class Sift(Policy):
     ratio: physical bytes by those of a 16-bit cache, windows and tables counted. Short requests, whose 16-bit window
         alone is more than that, get half of `ratio` for what is beyond the window.
     top, high, low: formats of the tiers. contrast: how many times the least worth that stays is worth `high`; its cube
-        is worth `top`.
+        is worth `top`. tilt: share of a layer's 16-bit size that it gets more for each factor e of what the model loses
+        with its tokens; 0 = layers get the same.
     observe, reach, distant, pool: worth is a mean over `observe` recent queries, averaged over `pool` positions (odd),
         and `distant` times one over as many that are at least `reach` positions away. young: last tokens that count as
         the average at least.
@@ -75,6 +92,7 @@ class Sift(Policy):
     high: str = "k4v4c"
     low: str = "k4v2c"
     contrast: float = 10.0
+    tilt: float = 0.04
     observe: int = 256
     reach: int = 256
     distant: float = 0.3
@@ -95,8 +113,9 @@ class Sift(Policy):
             raise PolicyError(f"ratio={self.ratio}: use a share of the 16-bit size, above 0 and at most 1")
         if not self.contrast >= 1:
             raise PolicyError(f"contrast={self.contrast}: use 1 or more")
-        if not self.distant >= 0:
-            raise PolicyError(f"distant={self.distant}: use a weight of 0 or more")
+        for name in ("distant", "tilt"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PolicyError(f"{name}={getattr(self, name)}: use a number of 0 or more")
         if self.pool % 2 == 0:
             raise PolicyError(f"pool={self.pool}: use an odd number of positions")
         check_pair(self.top, self.high)
@@ -108,25 +127,43 @@ class Sift(Policy):
     def rows(self, length: int) -> tuple[Tensor, Tensor]:
         return sampled_rows(length, self.sample)
 
+    @property
+    def weighs_layers(self) -> bool:
+        return self.tilt > 0
+
     def classify(self, prompt: PromptView) -> Tensor:
-        bits = [t.format.key_bits + t.format.value_bits for t in self.tiers("bf16")]
-        return self.sift(prompt, Prices(tuple(b / 32 for b in bits), 0.0, 0.0, 1.0)).tier
+        bits = [(t.format.key_bits + t.format.value_bits) / 32 for t in self.tiers("bf16")]
+        return self.sift(prompt, Prices(tuple(bits), _NOTIONAL_PAGE * bits[0], 0.0, 1.0)).tier
 
     def sift(self, prompt: PromptView, prices: Prices) -> Sifted:
-        length, middle = prompt.length, max(0, prompt.length - self.window - self.sinks)
+        length, layer = prompt.length, prompt.layer
+        middle = max(0, length - self.window - self.sinks)
+        budget = self._bytes(length, prices)
+        whole = budget >= len(prices.token) * prices.page
+        if not whole:
+            budget = max(budget - len(prices.token) * prices.page / 2, self.ratio / 2 * middle * prices.full)
         worth = self.worth(prompt)
-        tier = self._tiers(worth, prompt.protected, middle, self._budget(length, middle, prices), prices)
+        apart = worth * (1 + _LATER_FIRST * prompt.position / length)
+        falling, order = apart.masked_fill(prompt.protected, -1.0).sort(dim=-1, descending=True, stable=True)
+        weights = self._weights(prompt.layers, prices)
+        held = self._wanted(falling, middle, budget * weights[layer], prices)
+        share = held * self._growth(length, prices) / length
+        if whole:
+            a_page = _tokens_a_page(prices).to(held)
+            total = _part(self._bytes(length, prices) * held.shape[1] / prices.page, weights, layer)
+            grown, pages = _opened(held / a_page, total)
+            share = (grown * a_page - 0.5).clamp_min(0.0) / length  # half a token less, lest rounding open a page
+            held = pages * a_page
         if middle < _LEAST_LEARNED:
-            share = self._even_share(prices).to(worth).expand(*worth.shape[:2], -1)
-        else:
-            held = torch.stack([(tier == t).sum(-1) for t in range(len(prices.token))], -1)
-            share = held.float() * self._growth(length, prices) / length
+            share = (self._even_share(prices) * weights[layer]).to(held).expand_as(held)
+        tier = _by_rank(order, held.cumsum(-1).clamp_max(middle))
         mass = worth.sqrt()
         score = mass / mass.sum(-1, keepdim=True).clamp_min(_TINY) * prompt.score.sum(-1, keepdim=True)
         return Sifted(tier, score, share)
 
     def worth(self, prompt: PromptView) -> Tensor:
         """What an error in each token adds to the square error of the layer's output, fp32 `[R, H, n]`."""
+        others = ~prompt.protected
         if prompt.q is None or prompt.k is None:
             square = pooled(prompt.score.square(), self.pool)
         else:
@@ -134,55 +171,43 @@ class Sift(Policy):
             square = pooled(recent, self.pool) + self.distant * distant
         if prompt.v is not None:
             square = square * prompt.v.float().square().sum(-1).mT
-        others = ~prompt.protected
         average = (square * others).sum((1, 2), keepdim=True) / (others.sum() * square.shape[1]).clamp_min(1)
         unseen = prompt.position >= prompt.length - self.young
         return torch.where(unseen, torch.maximum(square, average), square)
 
-    def _tiers(self, worth: Tensor, protected: Tensor, middle: int, budget: float, prices: Prices) -> Tensor:
-        """int8 `[R, H, n]`: the layer's best tokens that cost no more than `budget` bytes a head on average."""
-        falling, order = worth.masked_fill(protected, -1.0).flatten(1).sort(dim=-1, descending=True, stable=True)
-        within = self._counts(falling, middle * worth.shape[1], budget * worth.shape[1], prices)
-        rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        rank = torch.empty_like(order).scatter_(1, order, rank)
-        tier = torch.full(order.shape, DROPPED, dtype=torch.int8, device=worth.device)
-        for index, count in reversed(list(enumerate(within))):
-            tier.masked_fill_(rank < count[:, None], index)
-        return tier.view(worth.shape)
+    def _wanted(self, falling: Tensor, middle: int, budget: float, prices: Prices) -> Tensor:
+        """How many tokens of each head are in each tier where all heads of a layer share one scale: fp32 `[R, H, t]`.
 
-    def _counts(self, falling: Tensor, total: int, budget: float, prices: Prices) -> list[Tensor]:
-        """How many of a layer's tokens, best first, are in each tier or one before it: int64 `[R]` a tier.
-
-        falling: worth of all heads' tokens, fp32 `[R, H n]`. total: those that may be chosen. budget: bytes of them.
+        falling: worth of each head's tokens, best first, fp32 `[R, H, n]`. middle: those that may be chosen. budget:
+        bytes a head.
         """
-        step = [a - b for a, b in zip(prices.token, (*prices.token[1:], 0.0), strict=True)]
-        kept = torch.arange(_CANDIDATES + 1, device=falling.device) * total // _CANDIDATES
-        least = falling[:, (kept - 1).clamp_min(0)]
-        factors = (self.contrast**3, self.contrast)
-        tried = [torch.searchsorted(-falling, -least * f, right=True).minimum(kept) for f in factors] + [kept]
-        cost = sum((count * price for count, price in zip(tried, step, strict=True)), torch.zeros_like(least))
-        fits = ((cost <= budget).sum(-1, keepdim=True) - 1).clamp_min(0)
-        within = [count.expand_as(least).gather(1, fits)[:, 0] for count in tried]
-        left = budget - cost.gather(1, fits)[:, 0]
-        for tier in range(len(within) - 2, -1, -1):  # what is left raises the best of each tier, lowest tier first
-            more = (left / step[tier]).long().clamp_min(0).minimum(within[tier + 1] - within[tier])
-            within[tier] = within[tier] + more
-            left = left - more * step[tier]
-        return within
+        heads, each = falling.shape[1], _CANDIDATES // falling.shape[1]
+        picked = torch.arange(1, each + 1, device=falling.device) * middle // each - 1
+        least = falling[..., picked.clamp_min(0)].flatten(1)  # [R, H each]: the worth that the last token has
+        factors = torch.tensor([self.contrast**3, self.contrast, 1.0], device=falling.device)
+        least = torch.cat([torch.full_like(least[:, :1], torch.inf), least], -1)
+        bars = (least[:, None] * factors[:, None]).flatten(1)[:, None].repeat(1, heads, 1)
+        within = torch.searchsorted(-falling, -bars, right=True).clamp_max(middle).unflatten(-1, (3, -1))
+        step = torch.tensor([a - b for a, b in zip(prices.token, (*prices.token[1:], 0.0), strict=True)])
+        cost = (within * step.to(falling)[:, None]).sum((1, 2))
+        best = cost.masked_fill(cost > budget * heads, -1.0).argmax(-1)
+        chosen = within.gather(-1, best[:, None, None, None].expand(-1, heads, 3, 1))[..., 0].float()
+        return chosen.diff(dim=-1, prepend=torch.zeros_like(chosen[..., :1]))
 
-    def _budget(self, length: int, middle: int, prices: Prices) -> float:
-        """Bytes a head for tokens beyond the window, in full pages."""
-        beyond = self.ratio * length * prices.full - self._fixed(prices)
-        return _MARGIN * max(beyond, self.ratio / 2 * middle * prices.full)
-
-    def _fixed(self, prices: Prices) -> float:
-        """Bytes a head whatever it keeps: its window and tables, and half a page a tier."""
-        return prices.slot + prices.page * len(prices.token) / 2
+    def _bytes(self, length: float, prices: Prices) -> float:
+        """Bytes a head, mean over layers, for tokens beyond the window where a request has `length` tokens."""
+        return self.ratio * length * prices.full - prices.slot
 
     def _growth(self, length: int, prices: Prices) -> float:
         """How much larger a share of the tokens the budget is a little later, where window and tables weigh less."""
-        now, later = (self.ratio * prices.full - self._fixed(prices) / n for n in (length, _LATER * length))
+        fixed = prices.slot + len(prices.token) * prices.page / 2
+        now, later = (self.ratio * prices.full - fixed / n for n in (length, _LATER * length))
         return min(2.0, later / now) if now > 0 else 2.0
+
+    def _weights(self, layers: int, prices: Prices) -> tuple[float, ...]:
+        """Of each layer: its share of the bytes by the mean share."""
+        costs = prices.costs or (1.0,) * layers
+        return _layer_weights(costs, self.tilt / self.ratio, prices.token[0] / (self.ratio * prices.full))
 
     def _even_share(self, prices: Prices) -> Tensor:
         """fp32 `[3]`, shares of a request's tokens that use up `ratio` where heads cannot be told apart."""
@@ -203,3 +228,65 @@ class Sift(Policy):
             min(self.interval, self.window),
             horizon=self.horizon,
         )
+
+
+def _tokens_a_page(prices: Prices) -> Tensor:
+    return torch.tensor([round(prices.page / price) for price in prices.token])
+
+
+def _part(pages: float, weights: tuple[float, ...], layer: int) -> int:
+    """Pages of one layer where all have `pages` on average: rounded so that they add up."""
+    before, until = (int(pages * sum(weights[:n]) + _ALMOST) for n in (layer, layer + 1))
+    return until - before
+
+
+def _opened(wanted: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """A layer's `total` pages among its heads' tiers, fp32 `[R, H, t]` each: `(grown, pages)`.
+
+    grown: pages that tiers would have if pages could be split, in proportion to `wanted`. pages: the same, each rounded
+    up, which adds up to `total`; what rounding leaves over goes to whom most is missing. A tier that holds `grown *
+    a_page` tokens by now, and as many more as the request grows, needs its next page once `grown` passes `pages`: at
+    another time in each, so that together they never run ahead of the request.
+    """
+    wanted = wanted * (total / wanted.sum((1, 2), keepdim=True).clamp_min(_ALMOST))
+    scale = torch.linspace(0, 1, _SCALES + 1, device=wanted.device)
+    floor = torch.zeros_like(wanted)
+    floor[..., -1] = 1.0  # no head is left with nothing
+    pages = (wanted[:, None] * scale[:, None, None]).ceil().maximum(floor[:, None]).sum((2, 3))  # [R, S]
+    fits = ((pages <= total).sum(-1) - 1).clamp_min(0)
+    grown = wanted * scale[fits][:, None, None]
+    pages = _pages(wanted, grown.ceil().maximum(floor), total)
+    return torch.where(fits[:, None, None] > 0, grown, torch.minimum(wanted, pages)), pages
+
+
+def _pages(wanted: Tensor, least: Tensor, total: int) -> Tensor:
+    """A layer's `total` pages, shared out among its heads' tiers as they ask for them, none below `least`.
+
+    All fp32 `[R, H, t]`, the result in whole numbers. Fractions go to whom most is missing of a page.
+    """
+    pages, held = wanted.flatten(1), least.flatten(1)
+    pages = pages * (total / pages.sum(-1, keepdim=True).clamp_min(_ALMOST))
+    more, free = (pages - held).clamp_min(0.0), total - held.sum(-1, keepdim=True)
+    more = more * (free / more.sum(-1, keepdim=True).clamp_min(_ALMOST)).clamp(0.0, 1.0)
+    full = (more + _ALMOST).floor()
+    turn = (more - full).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return (held + full + (turn < free - full.sum(-1, keepdim=True))).view(wanted.shape)
+
+
+def _by_rank(order: Tensor, bounds: Tensor) -> Tensor:
+    """Tier int8 `[R, H, n]` of tokens whose ranks `order` lists, best first: the first whose bound `[R, H, t]` is above
+    the rank.
+    """
+    position = torch.arange(order.shape[-1], device=order.device)
+    tier = (position[:, None] >= bounds[:, :, None]).sum(-1).to(torch.int8)  # by rank
+    tier.masked_fill_(tier == bounds.shape[-1], DROPPED)
+    return torch.empty_like(tier).scatter_(-1, order, tier)
+
+
+@lru_cache(maxsize=64)
+def _layer_weights(costs: tuple[float, ...], tilt: float, most: float) -> tuple[float, ...]:
+    """Weights of mean 1 that rise by `tilt` for each factor e of a layer's cost, as far as there is use for bytes."""
+    logs = [math.log(max(cost, _LEAST_COST)) for cost in costs]
+    mean = sum(logs) / max(1, len(logs))
+    weights = [max(_LEAST_WEIGHT, min(most, 1 + tilt * (log - mean))) for log in logs]
+    return tuple(weight * len(weights) / sum(weights) for weight in weights)

@@ -136,7 +136,7 @@ def until_selecting(llm: LLM, steps: int) -> None:
     while not llm.cache.under_way:
         llm.engine.step()
     if llm.engine._flight is not None:
-        llm.engine._free_after_landing = 0
+        llm.engine._free_pages = -1
         llm.engine.step()
     assert llm.engine._flight is None
     assert llm.cache.under_way

@@ -114,7 +114,7 @@ def test_faults_of_a_step_end_one_request() -> None:
     graphs = llm.engine.runner.graphs
     assert graphs is not None
     landing = graphs.launch(torch.tensor([5] * 5, device="cuda"), torch.tensor(slots, device="cuda"))
-    _, good, free = landing.wait()
+    _, good, free, _ = landing.wait()
     assert good == [True, True, False, True, True]
     assert free == llm.cache.free_pages
 

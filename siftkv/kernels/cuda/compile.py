@@ -67,7 +67,8 @@ def nvrtc_version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where compiled kernels and choices of algorithms are kept between processes."""
     base = os.environ.get("SIFTKV_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "siftkv" / "kernels"
 
@@ -121,7 +122,7 @@ def compile_cubin(source: str, arch: str) -> bytes:
     when it does not compile.
     """
     key = hashlib.sha256("\n".join([source, arch, *_OPTIONS, str(nvrtc_version())]).encode()).hexdigest()[:32]
-    path = _cache_folder() / f"{key}.cubin"
+    path = cache_folder() / f"{key}.cubin"
     if path.is_file():
         return path.read_bytes()
     code = _compile(source, arch)

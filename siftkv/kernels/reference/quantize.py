@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from siftkv.formats import PLAIN_DTYPES, VOTE_BYTES, WEIGHT_BYTES, PageLayout, TierFormat
+from siftkv.kernels.reference import baselines
 from siftkv.kernels.reference.fit import FITTED_BITS, Levels, levels_of, nearest_codes
 
 SCORE_SCALE = 2.0**15
@@ -159,12 +160,16 @@ def encode(
     """Records of tokens: k, v fp32 `[..., D]`, score fp32 `[...]`, position int64 `[...]` to uint8 `[...,
     token_bytes]`.
 
-    `k` is what the tier stores: plain in a dense tier, conditioned in a quantised one. votes: integer, weight: fp32
-    `[...]`, None = zeros; a tier keeps those that it has room for.
+    `k` is what the tier stores: plain keys or, in most quantised tiers, conditioned ones. votes: integer, weight: fp32
+    `[...]`, None = zeros; a tier keeps those that it has room for. The last dimension of tokens of a format by channel
+    is cut into groups (`siftkv.kernels.reference.baselines`).
     """
     fmt = layout.format
     if fmt.dense:
         parts = [_as_bytes(_saturated(x, PLAIN_DTYPES[fmt.name])) for x in (k, v)]
+    elif fmt.plain:
+        (key, key_meta), (value, value_meta) = baselines.encode(fmt, k, True), baselines.encode(fmt, v, False)
+        parts = [pack_planes(key, fmt.key_bits), key_meta, pack_planes(value, fmt.value_bits), value_meta]
     else:
         parts = [*_encode_half(k, fmt.key_bits, fmt.key_groups), *_encode_values(v, fmt)]
     if layout.tier.scores:
@@ -200,17 +205,15 @@ def _apply_meta(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def decode(layout: PageLayout, record: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inverse of `encode`: `(k, v, score, position)`; score and position are zero where a tier stores none."""
     fmt = layout.format
-    sizes = [
-        layout.key_row,
-        0 if fmt.dense else fmt.key_meta_bytes,
-        layout.value_row,
-        0 if fmt.dense else fmt.value_meta_bytes,
-    ]
+    sizes = [layout.key_row, layout.key_meta_bytes, layout.value_row, layout.value_meta_bytes]
     rest = layout.token_bytes - sum(sizes)
     key, key_meta, value, value_meta, state = record.split([*sizes, rest], -1)
     if fmt.dense:
         dtype = PLAIN_DTYPES[fmt.name]
         k, v = _reinterpret(key, dtype).float(), _reinterpret(value, dtype).float()
+    elif fmt.plain:
+        k = baselines.decode(layout, unpack_planes(key, fmt.key_bits), key_meta, keys=True)
+        v = baselines.decode(layout, unpack_planes(value, fmt.value_bits), value_meta, keys=False)
     else:
         scale, zero = _reinterpret(key_meta, torch.float16).float().unflatten(-1, (-1, 2)).unbind(-1)
         k = _apply_meta(unpack_planes(key, fmt.key_bits), scale, zero)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siftkv.formats import PLAIN_DTYPES, PageLayout
+from siftkv.formats import PageLayout
 from siftkv.kernels.state import CacheState, table_column
 
 
@@ -60,5 +60,5 @@ def pool_as(state: CacheState, dtype: torch.dtype) -> Tensor:
 
 
 def is_plain(layout: PageLayout) -> bool:
-    """Whether a tier stores keys as the model made them; quantised tiers store conditioned keys."""
-    return layout.format.name in PLAIN_DTYPES
+    """Whether a tier stores keys as the model made them; most quantised tiers store conditioned keys."""
+    return layout.format.plain

@@ -1,0 +1,95 @@
+"""Steps are launched ahead only while pages last for sure."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from siftkv import LLM
+from siftkv.engine.graphs import decode_step, pages_of_two_steps
+from siftkv.engine.pipeline import Flight
+from siftkv.engine.sampling_params import SamplingParams
+from siftkv.engine.sequence import Sequence
+from tests.tiny import prompt, tiny_llm
+
+KV = [
+    "full:window=8",
+    "diffkv:window=8,sinks=2",
+    "diffkv:window=8,sinks=2,alpha_high=1.1,alpha_low=0.8,catch_up=1",
+    "fixed:high_share=0.2,low_share=0.3,length=400,window=8,sinks=2",
+]
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_two_steps_take_no_more_pages_than_told(kv: str) -> None:
+    llm = tiny_llm(kv, max_window=8)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    for length in (30, 41, 60):
+        llm.engine.add(prompt(length, seed=length), params, llm.kv)
+    llm.engine.step()
+    running = list(llm.engine.scheduler.running)
+    slots = torch.tensor([s.slot for s in running])
+    held, told = [], []
+    for _ in range(140):
+        held.append(int(llm.cache.pages_held(slots).sum()))
+        told.append(int(pages_of_two_steps(llm.cache.state, slots)))
+        llm.engine.step()
+    grown = [after - before for before, after in zip(held, held[2:], strict=False)]
+    assert all(pages <= most for pages, most in zip(grown, told, strict=False))
+    assert any(grown)
+    assert sum(told) < 0.7 * len(told) * 2 * len(running) * llm.cache.spec.head_slots
+
+
+class EagerGraphs:
+    """Stands in for captured graphs: a step is computed at once, and its landing waits for nothing."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.decoder, self.cache = llm.model.decoder, llm.cache
+        self.launches: list[bool] = []
+
+    @torch.inference_mode()
+    def launch(self, tokens: Tensor, slots: Tensor, looks_ahead: bool = False) -> SimpleNamespace:
+        self.launches.append(looks_ahead)
+        logits = decode_step(self.decoder, self.cache, tokens, slots)
+        ahead = int(pages_of_two_steps(self.cache.state, slots)) if looks_ahead else None
+        found = logits.argmax(-1)
+        landed = found.tolist(), self.cache.finite(slots).tolist(), self.cache.free_pages, ahead
+        return SimpleNamespace(tokens=found, wait=lambda: landed)
+
+
+def tight_memory(pages: int) -> int:
+    cache = tiny_llm("full:window=8", max_window=8).cache
+    return cache.usage().allocated + (pages - cache.spec.num_pages) * (cache.spec.page_bytes + 4)
+
+
+def finish(llm: LLM, params: SamplingParams) -> tuple[list[tuple[list[int], object]], int]:
+    """Tokens and reports of requests in a tight pool, and how often they were preempted."""
+    ids = [llm.engine.add(prompt(30 + n, seed=n), params, llm.kv) for n in range(4)]
+    while llm.engine.has_work:
+        llm.engine.step()
+    sequences = [llm.engine.sequences(i)[0] for i in ids]
+    assert all(s.error is None for s in sequences)
+    return [(s.output_ids, s.kv and s.kv.per_head_tokens) for s in sequences], sum(s.preemptions for s in sequences)
+
+
+def test_overlapping_steps_in_a_tight_pool_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    plain, overlapping = (tiny_llm("full:window=8", max_window=8, kv_cache_memory_bytes=tight_memory(40)) for _ in "ab")
+    engine, graphs, alone = overlapping.engine, EagerGraphs(overlapping), []
+    engine.runner.graphs = graphs  # type: ignore[assignment]
+    launch = engine._launch
+
+    def counted(sequences: list[Sequence], before: Flight | None) -> Flight:
+        alone.extend([sequences] if before is None else [])
+        return launch(sequences, before)
+
+    monkeypatch.setattr(engine, "_launch", counted)
+    (expected, preempted), (found, again) = (finish(llm, params) for llm in (plain, overlapping))
+    assert min(preempted, again) > 0, "the pool was meant to run out"
+    assert found == expected
+    assert sum(graphs.launches) > 20, "pages were meant to be short"
+    assert len(alone) < 0.2 * len(graphs.launches), "most steps overlap nevertheless"
