@@ -34,6 +34,8 @@ class KernelCase:
     tiers: formats and the tokens that a head keeps in each. ragged: head lengths drawn evenly from 2/9 to 16/9 of that
     (1:8) instead of all alike.
     refresh: every request is due for a refresh of its scores. page_bytes: 0 = chosen as for any cache.
+    pairs: rotary pairs a head whose constant conditioning took out of keys, in neighbouring channels or `apart`.
+    gap: mean distance between positions of neighbouring tokens of a head: 1 = contiguous, 0 = in any order.
     """
 
     name: str
@@ -44,7 +46,9 @@ class KernelCase:
     head_dim: int = 128
     ragged: bool = False
     refresh: bool = False
-    bias: bool = False
+    pairs: int = 0
+    apart: bool = False
+    gap: int = 1
     page_bytes: int = 0
 
 
@@ -67,23 +71,31 @@ def default_cases() -> list[KernelCase]:
         KernelCase("k8v4 128k batch 1", (("k8v4", 131072),), batch=1),
         KernelCase("k8v4 8k refresh", k8v4, refresh=True),
         KernelCase("k8v4 512 + k4v2 1k", (("k8v4", 512), ("k4v2", 1024))),
-        KernelCase("k8v4 8k bias", k8v4, bias=True),
+        KernelCase("k8v4 8k, 8 pairs", k8v4, pairs=8),
+        KernelCase("k8v4 8k, 16 pairs", k8v4, pairs=16),
+        KernelCase("k8v4 8k, 16 pairs apart", k8v4, pairs=16, apart=True),
+        KernelCase("k8v4 8k, 16 pairs, group 8", k8v4, pairs=16, group=8),
+        KernelCase("k4v4 8k, 16 pairs", (("k4v4", 8192),), pairs=16),
+        KernelCase("k4v4 4k + k4v2 8k, 16 pairs", mixed, pairs=16),
+        KernelCase("k8v4 8k, 16 pairs, every 4th position", k8v4, pairs=16, gap=4),
+        KernelCase("k8v4 8k, 16 pairs, every 16th position", k8v4, pairs=16, gap=16),
+        KernelCase("k8v4 8k, 16 pairs, positions in any order", k8v4, pairs=16, gap=0),
     ]
 
 
-def _conditioning(case: KernelCase, max_len: int) -> Any:
+def _conditioning(case: KernelCase, max_len: int, device: str) -> Any:
     half = case.head_dim // 2
-    angle = torch.arange(max_len, device="cuda")[:, None] * 10000.0 ** (-torch.arange(half, device="cuda") / half)
+    angle = torch.arange(max_len, device=device)[:, None] * 10000.0 ** (-torch.arange(half, device=device) / half)
     bias = torch.zeros(case.kv_heads, case.head_dim)
-    bias[:, half - 8 : half] = 20.0
+    bias[:, torch.arange(case.pairs) * (half // 16) if case.apart else torch.arange(half - case.pairs, half)] = 20.0
     spread = torch.ones(case.kv_heads, case.head_dim)
     return build_conditioning(
-        1, case.kv_heads, case.head_dim, angle.cos(), angle.sin(), [bias if case.bias else None], [spread]
+        1, case.kv_heads, case.head_dim, angle.cos(), angle.sin(), [bias if case.pairs else None], [spread]
     )
 
 
-def build_case(case: KernelCase) -> tuple[CacheState, Tensor]:
-    """A cache on the GPU whose pages hold random codes with sensible metadata, scattered over the pool; its slots."""
+def empty_case(case: KernelCase, device: str = "cuda") -> tuple[CacheState, Tensor]:
+    """A case's cache with one page, and how many tokens its heads shall keep: `[batch, 1, H, tiers]`."""
     tiers = tuple(
         Tier(TierFormat.parse(name), scores=name != "bf16", positions=name != "bf16") for name, _ in case.tiers
     )
@@ -91,16 +103,24 @@ def build_case(case: KernelCase) -> tuple[CacheState, Tensor]:
     shape = (case.batch, 1, case.kv_heads, 1)
     factor = 2 / 9 + 14 / 9 * torch.rand(shape) if case.ragged else torch.ones(shape)
     lengths = (mean * factor).long()
-    longest = int(lengths.sum(-1).max()) + _WINDOW + _SINKS + 1
+    longest = int(lengths.sum(-1).max()) * max(1, case.gap) + _WINDOW + _SINKS + 1
     max_len = -(-longest // _INTERVAL) * _INTERVAL + 1
     page_bytes = case.page_bytes or choose_page_bytes(tiers, case.head_dim, gpu=True)
     small = CacheSpec(
         1, case.kv_heads, case.head_dim, torch.bfloat16, tiers, 1, case.batch, max_len, _WINDOW, _SINKS, page_bytes
     )
-    state = KVCache(small, _conditioning(case, max_len), reference).state
+    return KVCache(small, _conditioning(case, max_len, device), reference).state, lengths
+
+
+def build_case(case: KernelCase) -> tuple[CacheState, Tensor]:
+    """A cache on the GPU whose pages hold random codes with sensible metadata, scattered over the pool; its slots."""
+    state, lengths = empty_case(case)
+    max_len = state.conditioning.cos.shape[0]
     held = pages_needed(state, lengths.to(state.lengths.device)).cpu()
     _fill_pages(state, held.sum((0, 1, 2)).tolist())
     _fill_tables(state, held)
+    if case.pairs:
+        _fill_positions(state, held, case.gap)
     rule = SlotRule(_WINDOW, _SINKS, torch.zeros(1), torch.zeros(1, dtype=torch.int64), _INTERVAL)
     state.lengths.copy_(lengths)
     state.window.fill_(rule.window)
@@ -160,12 +180,32 @@ def _fill_tables(state: CacheState, held: Tensor) -> None:
         row.copy_(torch.where(ids >= 0, ids, row))
 
 
+def _fill_positions(state: CacheState, held: Tensor, gap: int) -> None:
+    """Tiers of a head one after another: positions from 4 on, `gap` apart in the mean, or (0) any of them."""
+    first = torch.full(held.shape[:3], _SINKS, device="cuda")
+    for tier, layout in enumerate(state.layouts):
+        many = held[..., tier].cuda()
+        row = state.page_table[:, :, :, tier // 2]
+        inside = torch.arange(state.width, device="cuda") < many[..., None]
+        ids = (row if tier % 2 == 0 else row.flip(-1))[inside].long()
+        index = torch.arange(state.width * layout.tokens, device="cuda").view(state.width, layout.tokens)
+        position = first[..., None, None] + index * gap
+        if gap != 1:
+            position = position + torch.randint(0, max(1, gap), position.shape, device="cuda")
+        if gap == 0:
+            position = torch.randint(_SINKS, state.conditioning.cos.shape[0], position.shape, device="cuda")
+        position = position.clamp(max=state.conditioning.cos.shape[0] - 1)[inside].int()
+        start = layout.offsets[5]
+        state.pages[ids, start : start + 4 * layout.tokens] = position.view(len(ids), -1).view(torch.uint8)
+        first = first + many * layout.tokens * gap
+
+
 def case_bytes(case: KernelCase, state: CacheState) -> int:
     """Bytes that one call must read."""
     total = case.batch * case.kv_heads * (_WINDOW + _SINKS + 1) * 4 * case.head_dim
     for tier, layout in enumerate(state.layouts):
         fmt = layout.format
-        meta = 0 if fmt.dense else fmt.key_meta_bytes + fmt.value_meta_bytes + 4 * case.bias
+        meta = 0 if fmt.dense else fmt.key_meta_bytes + fmt.value_meta_bytes + 4 * (case.pairs > 0)
         total += int(state.lengths[..., tier].sum()) * (layout.key_row + layout.value_row + meta)
     return total
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from siftkv.errors import SiftKVError
 from siftkv.kernels.state import Conditioning
+from siftkv.kernels.turns import exact_turns, turn_rates
 
 MODES = ("full", "bias", "none")
 """`full`: bias removed and keys rotated; `bias`: bias removed only; `none`: keys are quantised as they are."""
@@ -89,6 +90,9 @@ def build_conditioning(
         pairs[layer, head, : len(value)] = value.to(torch.int32)
     device = cos.device
     rotates = mode == "full"
+    rates = turn_rates(cos, sin) if kept else None
+    if rates is not None:
+        cos, sin = exact_turns(rates, float(cos[0].mean()), cos.shape[0])
     return Conditioning(
         rotation=(hadamard(head_dim) if rotates else torch.eye(head_dim)).to(device),
         cos=cos.float(),
@@ -98,4 +102,5 @@ def build_conditioning(
         rank=rank.to(device),
         has_bias=bool((rank > 0).any()),
         rotates=rotates,
+        rates=rates,
     )

@@ -31,6 +31,8 @@ class Conditioning:
     pairs: `[L, H, P]` int32, the rotary pairs (i, i + D/2) that `bias` keeps; rank: `[L, H]` int32, how many of them
         count.
     has_bias: whether any rank is above 0.
+    rates: `[D/2]` fp64, radians a position of each pair, where the tables' rows are multiples of one turn, so that
+        angles may be added; None where they are not (dynamic NTK), or where nothing was removed.
     """
 
     rotation: Tensor
@@ -41,6 +43,7 @@ class Conditioning:
     rank: Tensor
     has_bias: bool
     rotates: bool
+    rates: Tensor | None = None
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from math import e, log2
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning
 from siftkv.errors import FormatError
 from siftkv.formats import Tier, TierFormat
 from siftkv.kernels import reference
+from siftkv.kernels.reference.condition import bias_logits as reference_bias
 from siftkv.kernels.state import CacheState
 
 pytestmark = [
@@ -20,6 +23,7 @@ pytestmark = [
 ]
 
 LAYERS, HEADS, WINDOW, SINKS = 2, 2, 24, 3
+LOG2_E = log2(e)
 
 
 def make_cache(
@@ -154,6 +158,100 @@ def test_conditioning_and_bias(mode: str, group: int) -> None:
     torch.manual_seed(group)
     cache, slots = make_cache(("k8v4", "k4v2"), 128, torch.bfloat16, bias=True, mode=mode, refresh=2)
     check(cache, slots, group)
+
+
+def move_positions(cache: KVCache, slots: list[int], kind: str) -> None:
+    """Requests become long ones, and tokens in pages get other positions: that of a kind, up to the last there is."""
+    from siftkv.kernels.reference.attention import tier_tokens
+    from siftkv.kernels.reference.tokens import pool_as, state_addresses
+
+    state, device_slots = cache.state, torch.tensor(slots, device="cuda")
+    last = state.conditioning.cos.shape[0] - 1
+    shift = (last - 8 - int(state.seen.max())) // state.ring_rows * state.ring_rows
+    state.seen[device_slots] += shift
+    state.window_start[device_slots] += shift
+    for layer in range(LAYERS):
+        for tier in range(len(state.layouts)):
+            index, page, valid = tier_tokens(state, layer, device_slots, tier)
+            if not index.numel() or not state.layouts[tier].tier.positions:
+                continue
+            gap = {"contiguous": 1, "near": 5, "far": 70}.get(kind, 1)
+            start = torch.randint(0, last + 1 - gap * len(index), page.shape[:2], device="cuda")
+            start[0] = last + 1 - gap * len(index)
+            position = start[..., None] + gap * index + torch.randint(0, gap, page.shape, device="cuda")
+            anywhere = torch.randint(0, last + 1, page.shape, device="cuda")
+            position = torch.where(
+                torch.rand(page.shape, device="cuda") < {"replaced": 0.05, "any": 1.0}.get(kind, 0.0),
+                anywhere,
+                position,
+            )
+            _, at = state_addresses(state, tier, page, index.expand_as(page))
+            pool_as(state, torch.int32)[at[valid]] = position[valid].int()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "near", "far", "replaced", "any"])
+@pytest.mark.parametrize(
+    ("formats", "dim", "group", "dtype"),
+    [
+        (("k8v4", "k4v2"), 128, 1, torch.bfloat16),
+        (("bf16", "k4v4"), 128, 8, torch.bfloat16),
+        (("k8v8", "k4v2c"), 64, 16, torch.float16),
+        (("k8v4", "k4v4_g22"), 256, 5, torch.float16),
+        (("k4v4",), 96, 12, torch.bfloat16),
+    ],
+    ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x),
+)
+def test_key_bias_by_position(kind: str, formats: tuple[str, ...], dim: int, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(dim)
+    cache, slots = make_cache(formats, dim, dtype, bias=True, mode="full", refresh=1, max_len=131072)
+    assert cache.state.conditioning.rates is not None
+    move_positions(cache, slots, kind)
+    check(cache, slots, group, steps=2)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "any"])
+def test_key_bias_where_turns_are_not_steady(kind: str) -> None:
+    torch.manual_seed(7)
+    cache, slots = make_cache(("k8v4", "k4v2"), 128, torch.bfloat16, bias=True, mode="full", refresh=1, max_len=8192)
+    cache.state.conditioning = replace(cache.state.conditioning, rates=None)
+    move_positions(cache, slots, kind)
+    check(cache, slots, 4, steps=2)
+
+
+def key_bias_error(kind: str, group: int) -> float:
+    """Largest error of logits (exponents of two) of a cache whose conditioned keys are 0, against fp64."""
+    from siftkv.kernels import cuda
+    from siftkv.kernels.reference.attention import tier_tokens
+    from siftkv.kernels.reference.tokens import pool_as, state_addresses
+
+    cache, slots = make_cache(("k8v4",), 128, torch.bfloat16, bias=True, mode="full", refresh=1, max_len=131072)
+    move_positions(cache, slots, kind)
+    state, layout, device_slots = cache.state, cache.spec.layouts[0], torch.tensor(slots, device="cuda")
+    state.pages[:, layout.offsets[1] : layout.offsets[1] + 4 * layout.tokens] = 0
+    q, k, v = inputs(slots, 128, torch.bfloat16, group)
+    index, page, valid = tier_tokens(state, 0, device_slots, 0)
+    _, at = state_addresses(state, 0, page, index.expand_as(page))
+    position = torch.where(valid, pool_as(state, torch.int32)[at], 0).long()
+    c = state.conditioning
+    exact = replace(c, cos=c.cos.double(), sin=c.sin.double())
+    heads = q.double().unflatten(1, (HEADS, group)) * (LOG2_E / 128**0.5)
+    expected = reference_bias(exact, heads, c.bias[0].double(), position)
+    cuda.decode_attention(state, 0, device_slots, q, k, v)
+    space = state.scratch["cuda_attention"][group]._workspaces[len(slots)].tensors
+    worst = 0.0
+    for pair, segment in enumerate(space["segments"].view(-1, 4)[1 : 2 * len(slots) * HEADS : 2].tolist()):
+        _, tokens, _, start = segment
+        got = space["logits"][start : start + tokens, :group].double()
+        want = expected[pair // HEADS, pair % HEADS, :, :tokens].T
+        worst = max(worst, float((got - want).abs().max())) if tokens else worst
+    return worst
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "near", "replaced", "any"])
+@pytest.mark.parametrize("group", [4, 12])
+def test_key_bias_is_as_exact_as_fp32(kind: str, group: int) -> None:
+    torch.manual_seed(group)
+    assert key_bias_error(kind, group) < 1e-4
 
 
 def test_large_values_do_not_overflow() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from siftkv.errors import SiftKVError
+from siftkv.kernels.cuda.bias import bias_tables
 from siftkv.kernels.cuda.compile import architecture, compile_cubin
 from siftkv.kernels.cuda.driver import Module
 from siftkv.kernels.cuda.plan import Plan
@@ -26,7 +27,8 @@ _REFRESH_LAYERS = 4
 
 _POINTERS = (
     *("slots", "q", "k", "v", "out", "pages", "table", "lengths", "window_k", "window_v", "window_score"),
-    *("seen", "window_start", "sinks", "refresh", "horizon", "signs", "bias", "pairs", "rank", "trig"),
+    *("seen", "window_start", "sinks", "refresh", "horizon", "signs", "bias", "pairs", "rank"),
+    *("near", "turns"),
     *("query", "bias_query", "query_sum", "segments", "line", "partial_max", "partial_sum", "partial_out", "logits"),
     *("queries", "page_skip"),
 )
@@ -59,13 +61,6 @@ def hadamard_signs(c: Conditioning) -> Tensor:
     return signs.contiguous()
 
 
-def rotary_parts(c: Conditioning) -> Tensor:
-    """fp16 `[positions, D/2, 4]`: cosine and sine, then what their rounding to fp16 left."""
-    table = torch.stack([c.cos, c.sin], -1)
-    high = table.half()
-    return torch.cat([high, (table - high.float()).half()], -1).contiguous()
-
-
 @dataclass
 class _Workspace:
     """What the launches of one batch size hand to each other."""
@@ -94,8 +89,7 @@ class CudaAttention:
         constants = {"bias": c.bias, "pairs": c.pairs, "rank": c.rank}
         if c.rotates:
             constants["signs"] = hadamard_signs(c)
-        if c.has_bias:
-            constants["trig"] = rotary_parts(c)
+        constants |= bias_tables(c) if c.has_bias else {}
         names = ["pages", "lengths", "window_k", "window_v", "window_score", "seen", "window_start", "sinks", "refresh"]
         names += ["horizon", "queries", "page_skip"]
         return constants | {name: getattr(state, name) for name in names} | {"table": state.page_table}
@@ -128,7 +122,7 @@ class CudaAttention:
 
         tensors = {
             "query": empty(pairs, kinds, plan.query_words, 32, dtype=torch.int32),
-            "bias_query": empty(pairs, max(1, plan.bias_blocks), plan.columns, 32, 4, dtype=torch.int32),
+            "bias_query": empty(pairs, max(1, plan.bias_blocks), plan.columns, 32, 4),
             "query_sum": empty(pairs, kinds, columns, plan.most_key_groups),
             "segments": empty(pairs * kinds + 1, 4, dtype=torch.int32),
             "line": empty(2, dtype=torch.int32),

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from siftkv.errors import FormatError
+from siftkv.kernels.cuda.bias import NEAR, bias_blocks, turn_rows
 from siftkv.kernels.cuda.device import gpu_of
 from siftkv.kernels.cuda.tiers import TierPlan, align, check_format
 from siftkv.kernels.state import CacheState
@@ -29,7 +30,10 @@ _NOTE_BYTES = 32
 _READ_PAST_END = 1024
 """Bytes behind the last stage: a tile of 32 tokens may read, and ignore, what stands behind a page."""
 
-_SOURCES = ("ptx.cuh", "state.cuh", "online.cuh", "quantised.cuh", "dense.cuh", "prepare.cu", "attend.cu", "merge.cu")
+_SOURCES = (
+    *("ptx.cuh", "state.cuh", "online.cuh", "bias.cuh", "quantised.cuh", "dense.cuh"),
+    *("prepare.cu", "attend.cu", "merge.cu"),
+)
 _MOST_GROUP = 16
 _COST_UNIT = 16
 _SEGMENT_COST = 64
@@ -80,8 +84,7 @@ class Plan:
 
     @property
     def bias_blocks(self) -> int:
-        c = self.state.conditioning
-        return -(-c.pairs.shape[-1] // 8) if c.has_bias else 0
+        return bias_blocks(self.state.conditioning)
 
     @property
     def _dense_row(self) -> int:
@@ -188,6 +191,9 @@ class Plan:
             "PAGE_BYTES": state.pages.shape[1],
             "HADAMARD_BLOCK": dim & -dim if c.rotates else 1,
             "BIAS_BLOCKS": self.bias_blocks,
+            "NEAR": NEAR,
+            "TURN_ROWS": turn_rows(c),
+            "STEADY_TURNS": int(c.rates is not None),
             "PAIRS": c.pairs.shape[-1],
             "ROTARY_POSITIONS": c.cos.shape[0],
             "QUERY_WORDS": self.query_words,

@@ -138,7 +138,7 @@ DEV void team_sync(int team) {
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attend(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) u8 shared[];
-  int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS, rank = thread / 32, worker = blockIdx.x * TEAMS + team;
+  int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS, rank = thread / 32;
   u8* notes = shared + team * NOTES_BYTES;
   u32 ring = shared_address(shared + TEAMS * NOTES_BYTES) + team * RING_BYTES;
   auto stage_at = [&](int i) { return Stage{ring + i * STAGE_BYTES, shared_address(notes + 32 * i + 16), reinterpret_cast<Note*>(notes + 32 * i)}; };
@@ -149,6 +149,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attend(const __gr
   team_sync(team);
   wait_for_predecessor();
   let_successor_start();
+  // Where there is less work than teams, it is spread over all multiprocessors.
+  int worker = a.line->share == LEAST_SHARE ? team * gridDim.x + blockIdx.x : blockIdx.x * TEAMS + team;
   Cursor cursor;
   cursor.low = worker * a.line->share;
   cursor.high = min_int(cursor.low + a.line->share, a.line->total);

@@ -38,27 +38,36 @@ struct Sum {
     m = next, l = l * mine + other_l * other;
     o.x = o.x * mine + v.x * other, o.y = o.y * mine + v.y * other, o.z = o.z * mine + v.z * other, o.w = o.w * mine + v.w * other;
   }
+  DEV void add(const Sum& other) { add(other.m, other.l, other.o); }
+  DEV Sum of_lane_xor(int lanes) const {
+    return {shuffle_xor(m, lanes), shuffle_xor(l, lanes), {shuffle_xor(o.x, lanes), shuffle_xor(o.y, lanes), shuffle_xor(o.z, lanes), shuffle_xor(o.w, lanes)}};
+  }
 };
+// Rows of threads share the parts; a row is as wide as there are items, in powers of two, so that rows of one warp add up by shuffles.
 DEV void merge_out(const Arguments& a, Parts parts, int pair) {
   constexpr int all = GROUP * HEAD_DIM / 4;
   __shared__ Sum shelf[MERGE_THREADS];
   int each = ceil_div(all, gridDim.y), from = blockIdx.y * each, items = min_int(each, all - from);
   for (; items > 0; items -= MERGE_THREADS, from += MERGE_THREADS) {
-    int wide = min_int(items, MERGE_THREADS), rows = MERGE_THREADS / wide, x = threadIdx.x % wide, y = threadIdx.x / wide;
-    int g = (from + x) * 4 / HEAD_DIM;
+    int count = min_int(items, MERGE_THREADS), bits = count > 1 ? 32 - __clz(count - 1) : 0, wide = 1 << bits;
+    int x = threadIdx.x & (wide - 1), g = (from + x) * 4 / HEAD_DIM;
     Sum sum = {NEVER, 0.f, {0.f, 0.f, 0.f, 0.f}};
+    if (x < count) {
 #pragma unroll 4
-    for (int i = y; i < parts.count; i += rows) {
-      int at = (parts.first + i) * NT * 8 + g;
-      sum.add(a.partial_max[at], a.partial_sum[at], reinterpret_cast<const float4*>(a.partial_out)[static_cast<i64>(parts.first + i) * all + from + x]);
+      for (int i = threadIdx.x >> bits; i < parts.count; i += MERGE_THREADS >> bits) {
+        int at = (parts.first + i) * NT * 8 + g;
+        sum.add(a.partial_max[at], a.partial_sum[at], reinterpret_cast<const float4*>(a.partial_out)[static_cast<i64>(parts.first + i) * all + from + x]);
+      }
     }
-    shelf[threadIdx.x] = sum;
+    for (int lanes = wide; lanes < 32; lanes <<= 1) sum.add(sum.of_lane_xor(lanes));
+    int together = max_int(wide, 32), row = threadIdx.x / together, place = threadIdx.x % together;
+    if (place < wide) shelf[row * wide + place] = sum;
     __syncthreads();
-    if (y == 0) {
-      for (int i = 1; i < rows; i++) sum.add(shelf[i * wide + x].m, shelf[i * wide + x].l, shelf[i * wide + x].o);
+    if (threadIdx.x < count) {
+      for (int i = 1; i < MERGE_THREADS / together; i++) sum.add(shelf[i * wide + threadIdx.x]);
       float inverse = 1.f / sum.l;
       uint2 packed = {pack_model(sum.o.x * inverse, sum.o.y * inverse), pack_model(sum.o.z * inverse, sum.o.w * inverse)};
-      reinterpret_cast<uint2*>(a.out)[static_cast<i64>(pair) * all + from + x] = packed;
+      reinterpret_cast<uint2*>(a.out)[static_cast<i64>(pair) * all + from + threadIdx.x] = packed;
     }
     __syncthreads();
   }

@@ -70,6 +70,7 @@ DEV void lay_out_segments(const Arguments& a) {
   }
 }
 
+// The new key and value enter the window, and the new queries the ring of the request's last ones.
 DEV void append(const Arguments& a, int request, int head, int slot) {
   i64 now = a.seen[slot], row = now < a.sinks[slot] ? now : SINK_ROWS + static_cast<u32>(now) % RING_ROWS;
   i64 to = head_slot(a, slot, head) * (SINK_ROWS + RING_ROWS) + row;
@@ -78,104 +79,127 @@ DEV void append(const Arguments& a, int request, int head, int slot) {
     a.window_v[to * HEAD_DIM + d] = a.v[request * a.v_row + head * HEAD_DIM + d];
   }
   if (threadIdx.x == 0) a.window_score[to] = 0.f;
-}
-
-// The new token's queries enter the ring of the request's last ones.
-DEV void append_queries(const Arguments& a, int request, int head, int slot) {
-  i64 row = (static_cast<i64>(slot) * LAYERS + a.layer) * QUERY_ROWS + static_cast<u32>(a.seen[slot]) % QUERY_ROWS;
-  u16* to = a.queries + (row * KV_HEADS + head) * GROUP * HEAD_DIM;
-  const u16* from = a.q + request * a.q_row + head * GROUP * HEAD_DIM;
-  for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += PREPARE_THREADS) to[i] = from[i];
-}
-
-// Scales queries and, where keys are rotated, applies a signed block Hadamard transform: signs (and scale), then the butterflies of each block.
-DEV void rotate(float (&x)[GROUP * HEAD_DIM], const float* signs) {
-  for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += PREPARE_THREADS) x[i] *= HADAMARD_BLOCK > 1 ? signs[i % HEAD_DIM] * QUERY_SCALE : QUERY_SCALE;
-#pragma unroll
-  for (int half = 1; half < HADAMARD_BLOCK; half *= 2) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < GROUP * HEAD_DIM / 2; i += PREPARE_THREADS) {
-      int low = i / half * 2 * half + i % half;
-      float p = x[low], q = x[low + half];
-      x[low] = p + q;
-      x[low + half] = p - q;
-    }
+  if constexpr (QUERY_ROWS > 0) {
+    i64 place = (static_cast<i64>(slot) * LAYERS + a.layer) * QUERY_ROWS + static_cast<u32>(now) % QUERY_ROWS;
+    u16* queries = a.queries + (place * KV_HEADS + head) * GROUP * HEAD_DIM;
+    const u16* from = a.q + request * a.q_row + head * GROUP * HEAD_DIM;
+    for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += PREPARE_THREADS) queries[i] = from[i];
   }
-  __syncthreads();
+}
+
+// Queries stand in shared memory so that the lanes that write operands meet few banks twice.
+constexpr int PLAIN_ROW = HEAD_DIM + 8, TURNED_ROW = (HEAD_DIM + HEAD_DIM / 16 * 2 + 31) / 32 * 32 + 1;
+DEV int turned_at(int n, int channel) { return n * TURNED_ROW + channel + (channel >> 4) * 2; }
+
+// One warp a query: `x` as it is, `turned` scaled and, where keys are rotated, after a signed block Hadamard transform: signs (and scale), then the
+// butterflies of each block, channels a multiple of 32 apart in one lane.
+DEV void load_queries(const Arguments& a, int request, int head, float* x, float* turned) {
+  constexpr int pieces = (HEAD_DIM + 31) / 32;
+  int lane = threadIdx.x & 31;
+  for (int n = threadIdx.x >> 5; n < GROUP; n += PREPARE_THREADS / 32) {
+    const u16* from = a.q + request * a.q_row + (head * GROUP + n) * HEAD_DIM;
+    float y[pieces];
+#pragma unroll
+    for (int i = 0; i < pieces; i++) y[i] = lane + 32 * i < HEAD_DIM ? model_to_float(from[lane + 32 * i]) : 0.f;
+#pragma unroll
+    for (int i = 0; i < pieces; i++) {
+      int c = lane + 32 * i;
+      if (c >= HEAD_DIM) break;
+      x[n * PLAIN_ROW + c] = y[i];
+      y[i] *= HADAMARD_BLOCK > 1 ? a.signs[c] * QUERY_SCALE : QUERY_SCALE;
+    }
+    if constexpr (QUANTISED_TIERS == 0) continue;
+#pragma unroll
+    for (int half = 1; half < HADAMARD_BLOCK; half *= 2)
+#pragma unroll
+      for (int i = 0; i < pieces; i++) {
+        if (half < 32) {
+          float other = shuffle_xor(y[i], half);
+          y[i] = lane & half ? other - y[i] : y[i] + other;
+        } else if (!(i & half / 32)) {
+          float p = y[i], q = y[i + half / 32];
+          y[i] = p + q, y[i + half / 32] = p - q;
+        }
+      }
+#pragma unroll
+    for (int i = 0; i < pieces; i++)
+      if (lane + 32 * i < HEAD_DIM) turned[turned_at(n, lane + 32 * i)] = y[i];
+  }
 }
 
 // Scale of the channels of a plane: codes of higher planes stand higher in the operand, by `KB` bits a plane.
 template <class F> DEV float plane_scale(int plane, int sign = 1) { return __int_as_float((127 + sign * (8 - F::KB * (plane + 1))) << 23); }
-template <class F> DEV float key_operand(const float* x, int channel) { return x[channel] * plane_scale<F>(channel / F::KEY_ROW); }
+template <class F> DEV float key_operand(const float* x, int n, int channel) { return x[turned_at(n, channel)] * plane_scale<F>(channel / F::KEY_ROW); }
 
-template <class F> DEV void write_query(const Arguments& a, const float (&x)[GROUP * HEAD_DIM], int pair) {
+// Two adjacent operands of a lane, as `Quantised::key_products` takes them.
+template <class F> DEV u32 query_word(const float* x, int r, int lane) {
+  int g = lane >> 2, t = lane & 3, half = r & 1, plane = r / 2 % F::KEY_PLANES, w = r / 2 / F::KEY_PLANES % F::KEY_WORDS;
+  int n = r / 2 / F::KEY_PLANES / F::KEY_WORDS * 8 + g, byte = 4 * (t * F::KEY_WORDS + w) + half, channel = byte + plane * F::KEY_ROW;
+  if (n >= GROUP || byte >= F::KEY_ROW) return 0u;
+  return pack_half(key_operand<F>(x, n, channel), key_operand<F>(x, n, channel + 2));
+}
+template <class F> DEV void write_query(const Arguments& a, const float* x, int pair) {
   if constexpr (F::DENSE) return;
   constexpr int words = NT * F::KEY_WORDS * F::KEY_PLANES * 2;
-  u32* to = a.query + static_cast<i64>(pair * KINDS + 1 + F::INDEX) * QUERY_WORDS * 32;
-  for (int i = threadIdx.x; i < words * 32; i += PREPARE_THREADS) {
-    int lane = i & 31, r = i >> 5, g = lane >> 2, t = lane & 3;
-    int half = r & 1, plane = r / 2 % F::KEY_PLANES, w = r / 2 / F::KEY_PLANES % F::KEY_WORDS, n = r / 2 / F::KEY_PLANES / F::KEY_WORDS * 8 + g;
-    int byte = 4 * (t * F::KEY_WORDS + w) + half, channel = byte + plane * F::KEY_ROW;
-    bool inside = n < GROUP && byte < F::KEY_ROW;
-    const float* row = x + n * HEAD_DIM;
-    to[(r / 4 * 32 + lane) * 4 + r % 4] = inside ? pack_half(key_operand<F>(row, channel), key_operand<F>(row, channel + 2)) : 0u;
+  uint4* to = reinterpret_cast<uint4*>(a.query + static_cast<i64>(pair * KINDS + 1 + F::INDEX) * QUERY_WORDS * 32);
+  for (int i = threadIdx.x; i < (words + 3) / 4 * 32; i += PREPARE_THREADS) {
+    int lane = i & 31, r = i / 32 * 4;
+    to[i] = {query_word<F>(x, r, lane), query_word<F>(x, r + 1, lane), query_word<F>(x, r + 2, lane), query_word<F>(x, r + 3, lane)};
   }
   // Sums of what was stored, so that the zero-point's product has the same rounding.
   constexpr int span = HEAD_DIM / F::KG;
   for (int i = threadIdx.x >> 5; i < NT * 8 * F::KG; i += PREPARE_THREADS / 32) {
     int n = i / F::KG, first = i % F::KG * span;
     float sum = 0.f;
-    for (int c = first + (threadIdx.x & 31); n < GROUP && c < first + span; c += 32)
-      sum += half_low(pack_half(key_operand<F>(x + n * HEAD_DIM, c), 0.f)) * plane_scale<F>(c / F::KEY_ROW, -1);
-    for (int o = 16; o; o >>= 1) sum += shuffle_xor(sum, o);
+    if (n < GROUP) {
+      for (int c = first + (threadIdx.x & 31); c < first + span; c += 32)
+        sum += half_low(pack_half(key_operand<F>(x, n, c), 0.f)) * plane_scale<F>(c / F::KEY_ROW, -1);
+      for (int o = 16; o; o >>= 1) sum += shuffle_xor(sum, o);
+    }
     if ((threadIdx.x & 31) == 0) a.query_sum[(pair * KINDS + 1 + F::INDEX) * NT * 8 * MOST_KEY_GROUPS + i] = sum;
   }
 }
-DEV void write_plain_query(const Arguments& a, const float (&x)[GROUP * HEAD_DIM], int pair) {
-  u32* to = a.query + static_cast<i64>(pair * KINDS) * QUERY_WORDS * 32;
-  for (int i = threadIdx.x; i < NT * HEAD_DIM / 8 * 32; i += PREPARE_THREADS) {
-    int lane = i & 31, r = i >> 5, n = r / (HEAD_DIM / 8) * 8 + (lane >> 2), d = r % (HEAD_DIM / 8) * 8 + 2 * (lane & 3);
-    const float* row = x + n * HEAD_DIM + d;
-    to[(r / 4 * 32 + lane) * 4 + r % 4] = n < GROUP ? pack_model(row[0], row[1]) : 0u;
+DEV u32 plain_word(const float* x, int r, int lane) {
+  int n = r / (HEAD_DIM / 8) * 8 + (lane >> 2), d = r % (HEAD_DIM / 8) * 8 + 2 * (lane & 3);
+  return n < GROUP ? pack_model(x[n * PLAIN_ROW + d], x[n * PLAIN_ROW + d + 1]) : 0u;
+}
+DEV void write_plain_query(const Arguments& a, const float* x, int pair) {
+  uint4* to = reinterpret_cast<uint4*>(a.query + static_cast<i64>(pair * KINDS) * QUERY_WORDS * 32);
+  for (int i = threadIdx.x; i < (NT * HEAD_DIM / 8 + 3) / 4 * 32; i += PREPARE_THREADS) {
+    int lane = i & 31, r = i / 32 * 4;
+    to[i] = {plain_word(x, r, lane), plain_word(x, r + 1, lane), plain_word(x, r + 2, lane), plain_word(x, r + 3, lane)};
   }
 }
-// q . RoPE_p(bias) = sum over pairs of A cos + B sin. Coefficients in two fp16 parts each.
-DEV void write_bias_query(const Arguments& a, const float (&x)[GROUP * HEAD_DIM], int pair, int head) {
+// q . RoPE_p(bias) = sum over pairs of A cos + B sin: the coefficients, of the pairs that each lane of `Bias` has.
+DEV void write_bias_query(const Arguments& a, const float* x, int pair, int head) {
   const float* bias = a.bias + (a.layer * KV_HEADS + head) * HEAD_DIM;
   int at = a.layer * KV_HEADS + head, rank = a.rank[at];
+  float2* to = reinterpret_cast<float2*>(a.bias_query + static_cast<i64>(pair) * BIAS_BLOCKS * NT * 32);
   for (int i = threadIdx.x; i < BIAS_BLOCKS * NT * 64; i += PREPARE_THREADS) {
     int half = i & 1, lane = i / 2 & 31, n = i / 64 % NT * 8 + (lane >> 2), block = i / 64 / NT;
     int j = block * 8 + half * 4 + (lane & 3);
-    float cosine = 0.f, sine = 0.f;
+    float2 term = {0.f, 0.f};
     if (n < GROUP && j < rank) {
       int d = a.pairs[at * PAIRS + j];
-      float q0 = x[n * HEAD_DIM + d] * QUERY_SCALE, q1 = x[n * HEAD_DIM + d + HEAD_DIM / 2] * QUERY_SCALE;
+      float q0 = x[n * PLAIN_ROW + d] * QUERY_SCALE, q1 = x[n * PLAIN_ROW + d + HEAD_DIM / 2] * QUERY_SCALE;
       float b0 = bias[d], b1 = bias[d + HEAD_DIM / 2];
-      cosine = q0 * b0 + q1 * b1;
-      sine = q1 * b0 - q0 * b1;
+      term = {q0 * b0 + q1 * b1, q1 * b0 - q0 * b1};
     }
-    u32 high = pack_half(cosine, sine);
-    u32* to = a.bias_query + ((static_cast<i64>(pair) * BIAS_BLOCKS * NT + i / 64) * 32 + lane) * 4 + half;
-    to[0] = high;
-    to[2] = pack_half(cosine - half_low(high), sine - half_high(high));
+    to[i] = term;
   }
 }
 DEV void prepare_head(const Arguments& a, int pair) {
-  __shared__ float x[GROUP * HEAD_DIM];
-  int request = pair / KV_HEADS, head = pair % KV_HEADS;
-  append(a, request, head, static_cast<int>(a.slots[request]));
-  if constexpr (QUERY_ROWS > 0) append_queries(a, request, head, static_cast<int>(a.slots[request]));
-  for (int i = threadIdx.x; i < GROUP * HEAD_DIM; i += PREPARE_THREADS)
-    x[i] = model_to_float(a.q[request * a.q_row + head * GROUP * HEAD_DIM + i]);
+  __shared__ float x[GROUP * PLAIN_ROW], turned[GROUP * TURNED_ROW];
+  int request = pair / KV_HEADS, head = pair % KV_HEADS, slot = static_cast<int>(a.slots[request]);
+  load_queries(a, request, head, x, turned);
+  append(a, request, head, slot);
   __syncthreads();
   write_plain_query(a, x, pair);
   if constexpr (BIAS_BLOCKS > 0) write_bias_query(a, x, pair, head);
-  __syncthreads();
-  if constexpr (QUANTISED_TIERS > 0) rotate(x, a.signs);
-#define WRITE_TIER(T) write_query<Tier<T>>(a, x, pair);
+#define WRITE_TIER(T) write_query<Tier<T>>(a, turned, pair);
   EACH_TIER(WRITE_TIER)
 }
-extern "C" __global__ void __launch_bounds__(PREPARE_THREADS) prepare(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 6) prepare(const __grid_constant__ Arguments a) {
   let_successor_start();
   if (blockIdx.x == 0) lay_out_segments(a);
   else prepare_head(a, blockIdx.x - 1);

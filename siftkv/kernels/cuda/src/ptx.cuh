@@ -131,8 +131,11 @@ DEV void barrier_wait(u32 barrier, u32 parity) {
 // What fills a stage of a ring. From compute capability 9.0 on one thread starts bulk copies, of which a barrier expects the bytes. Before (not BULK)
 // all threads of a warp or team copy pieces of 16 bytes, and then each arrives with its copies, whose end the barrier waits for.
 constexpr bool BULK = __CUDA_ARCH__ >= 900;
+// What is copied is read once a step, so it shall leave the second-level cache first.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // what `createpolicy.fractional.L2::evict_first` gives for all of it
 DEV void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier), "l"(EVICT_FIRST) : "memory");
 }
 DEV void copy16(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -160,6 +163,11 @@ DEV void async_proxy_fence() {
 }
 
 template <class T> DEV T shuffle_xor(T x, int lanes) { return __shfl_xor_sync(ALL, x, lanes); }
+DEV u32 least_of_warp(u32 x) {
+  u32 y;
+  asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
 DEV int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DEV int min_int(int a, int b) { return a < b ? a : b; }
 DEV int max_int(int a, int b) { return a > b ? a : b; }

@@ -110,39 +110,18 @@ template <class F> struct Quantised {
     }
   }
 
-  // Adds q . RoPE_p(bias) to logits: rotary tables in fp16 and the rest, times coefficients in fp16 and the rest.
-  template <int U> static DEV void add_bias(float (&s)[NT][U][2][2], const Arguments& a, u32 page, int base, int pair, int head) {
-    int t = threadIdx.x & 3, lane = threadIdx.x & 31, at = a.layer * KV_HEADS + head, blocks = ceil_div(a.rank[at], 8);
-    const int* pairs = a.pairs + at * PAIRS;
-    const uint4* query = reinterpret_cast<const uint4*>(a.bias_query) + static_cast<i64>(pair) * BIAS_BLOCKS * NT * 32 + lane;
-    float sum[NT][U][4] = {};
-    for (int block = 0; block < blocks; block++) {
-      int j0 = pairs[min_int(block * 8 + t, PAIRS - 1)], j1 = pairs[min_int(block * 8 + 4 + t, PAIRS - 1)];
+  template <int U> static DEV void add_bias(float (&s)[NT][U][2][2], const Arguments& a, u32 page, int base, int count, int pair) {
+    Bias<U> bias;
+    bias.at = a.layer * KV_HEADS + pair % KV_HEADS, bias.blocks = ceil_div(a.rank[bias.at], 8);
+    bias.query = a.bias_query + static_cast<i64>(pair) * BIAS_BLOCKS * NT * 32 + (threadIdx.x & 31);
 #pragma unroll
-      for (int u = 0; u < U; u++) {
-        u32 x[4], rest[4];
+    for (int u = 0; u < U; u++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          int position = static_cast<int>(load_shared(page + F::POSITION_STAGE + (base + token_of<U>(u, h)) * 4));
-          const uint2* row = a.trig + static_cast<i64>(max_int(0, min_int(position, ROTARY_POSITIONS - 1))) * (HEAD_DIM / 2);
-          uint2 near = row[j0], far = row[j1];
-          x[h] = near.x, rest[h] = near.y, x[2 + h] = far.x, rest[2 + h] = far.y;
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-          uint4 b = query[(block * NT + n) * 32];
-          mma_half(sum[n][u], x[0], x[1], x[2], x[3], b.x, b.y);
-          mma_half(sum[n][u], rest[0], rest[1], rest[2], rest[3], b.x, b.y);
-          mma_half(sum[n][u], x[0], x[1], x[2], x[3], b.z, b.w);
-        }
+      for (int h = 0; h < 2; h++) {
+        int token = base + token_of<U>(u, h);
+        bias.position[u][h] = token < count ? load_shared(page + F::POSITION_STAGE + token * 4) : NOWHERE;
       }
-    }
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-      for (int u = 0; u < U; u++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) s[n][u][j / 2][j & 1] += sum[n][u][j];
+    if (bias.blocks > 0) bias.add(s, a);
   }
 
   template <int U> static DEV void add_weights(float (&s)[NT][U][2][2], u32 page, int base) {
@@ -181,6 +160,11 @@ template <class F> struct Quantised {
   template <int U> static DEV void tile(Online& o, const Arguments& a, u32 page, int base, int count, float* logits, int pair) {
     constexpr float code = 1 << (16 + F::KB);
     float dot[NT][U][F::KG][4], s[NT][U][2][2], scale[U][2][F::VG], zero[U][2][F::VG], widest[U][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int u = 0; u < U; u++) s[n][u][0][0] = s[n][u][0][1] = s[n][u][1][0] = s[n][u][1][1] = 0.f;
+    if constexpr (BIAS_BLOCKS > 0) add_bias<U>(s, a, page, base, count, pair);
     key_products<U>(dot, o, page, base);
 #pragma unroll
     for (int u = 0; u < U; u++) {
@@ -194,8 +178,6 @@ template <class F> struct Quantised {
 #pragma unroll
         for (int v = 1; v < F::VG; v++) widest[u][h] = fmaxf(widest[u][h], scale[u][h][v]);
 #pragma unroll
-        for (int n = 0; n < NT; n++) s[n][u][h][0] = s[n][u][h][1] = 0.f;
-#pragma unroll
         for (int k = 0; k < F::KG; k++) {
           float key_scale = half_low(meta[h][k]) * code, key_zero = half_high(meta[h][k]);
 #pragma unroll
@@ -205,7 +187,6 @@ template <class F> struct Quantised {
         }
       }
     }
-    if constexpr (BIAS_BLOCKS > 0) add_bias<U>(s, a, page, base, pair, pair % KV_HEADS);
     if constexpr (F::WEIGHTS) add_weights<U>(s, page, base);
     if (base + 16 * U > count) {
 #pragma unroll

@@ -25,8 +25,10 @@ struct Arguments {
   const float* signs;   // of the rotation, times its scale
   const float* bias;    // of all layers
   const int *pairs, *rank;
-  const uint2* trig;    // [positions, D/2]: fp16 cos and sin, then what their rounding left
-  u32 *query, *bias_query;
+  const uint4* near;    // [L, H, NEAR, BIAS_BLOCKS, 4]: fp16 cos and sin of two pairs by distance, then what their rounding left
+  const float2* turns;  // [L, H, TURN_ROWS, BIAS_BLOCKS, 4, 2]: cos and sin at 0 ... NEAR - 1, then at multiples of it; not steady: [positions, D/2]
+  u32* query;
+  float4* bias_query;   // [batch, H, BIAS_BLOCKS, NT, 32]: coefficients of cos and sin of two pairs
   float* query_sum;
   Segment* segments;
   Line* line;
