@@ -28,7 +28,7 @@ _REFRESH_LAYERS = 4
 _POINTERS = (
     *("slots", "q", "k", "v", "out", "pages", "table", "lengths", "window_k", "window_v", "window_score"),
     *("seen", "window_start", "sinks", "refresh", "horizon", "signs", "bias", "pairs", "rank"),
-    *("near", "turns"),
+    *("trig", "near", "turns"),
     *("query", "bias_query", "query_sum", "segments", "line", "partial_max", "partial_sum", "partial_out", "logits"),
     *("queries", "page_skip"),
 )

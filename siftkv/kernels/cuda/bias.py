@@ -23,12 +23,13 @@ def turn_rows(c: Conditioning) -> int:
 
 
 def bias_tables(c: Conditioning) -> dict[str, Tensor]:
-    """`near` and `turns` of `src/state.cuh`; where turns are not steady, `turns` are those of all positions."""
-    if c.rates is None:
-        return {"turns": torch.stack([c.cos, c.sin], -1)}
-    low = _of_heads(c, *exact_turns(c.rates, 1.0, NEAR))
-    high = _of_heads(c, *exact_turns(c.rates * NEAR, float(c.cos[0].mean()), turn_rows(c) - NEAR))
-    return {"near": _parts(low), "turns": torch.cat([low, high], 2)}
+    """`trig` of `src/state.cuh` and, where turns are steady, `near` and `turns`."""
+    tables = {"trig": _parts(torch.stack([c.cos, c.sin], -1), -2)}
+    if c.rates is not None:
+        low = _of_heads(c, *exact_turns(c.rates, 1.0, NEAR))
+        high = _of_heads(c, *exact_turns(c.rates * NEAR, float(c.cos[0].mean()), turn_rows(c) - NEAR))
+        tables |= {"near": _parts(low, -3), "turns": torch.cat([low, high], 2)}
+    return tables
 
 
 def _of_heads(c: Conditioning, cos: Tensor, sin: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def _of_heads(c: Conditioning, cos: Tensor, sin: Tensor) -> Tensor:
     return chosen.unflatten(3, (blocks, 2, 4)).transpose(4, 5).contiguous()
 
 
-def _parts(table: Tensor) -> Tensor:
-    """Two fp16 parts of `[..., 2, 2]`: those nearest of both pairs, then what that left, fp16 `[..., 2, 2, 2]`."""
+def _parts(table: Tensor, dim: int) -> Tensor:
+    """The nearest fp16 numbers, then what their rounding left, along a new dimension."""
     high = table.half()
-    return torch.stack([high, (table - high.float()).half()], -3).contiguous()
+    return torch.stack([high, (table - high.float()).half()], dim).contiguous()

@@ -3,7 +3,7 @@
 //
 // Tokens of a tile are mostly near each other. So coefficients are turned to the first of them, the anchor, and factors are those of the distance from
 // it: NEAR rows a head, which stay in the first-level cache. Tokens NEAR or more behind the anchor have another one; where a tile would need more
-// than MOST_ANCHORS, every token is turned by itself.
+// than MOST_ANCHORS, factors are those of each token's position.
 constexpr u32 NOWHERE = 0xffffffffu;
 constexpr int MOST_ANCHORS = 3;
 
@@ -42,17 +42,9 @@ template <int U> struct Bias {
   DEV u32 anchor_after(u32 anchor) const { return first_from(anchor + NEAR); }
 
   DEV Turn turn_to(const Arguments& a, u32 p, int block) const {
-    int t = threadIdx.x & 3;
-    if (p >= ROTARY_POSITIONS) p = ROTARY_POSITIONS - 1;
-    if constexpr (STEADY_TURNS) {
-      const float4* turns = reinterpret_cast<const float4*>(a.turns) + (at * TURN_ROWS * BIAS_BLOCKS + block) * 4 + t;
-      float4 low = turns[p % NEAR * (BIAS_BLOCKS * 4)], high = turns[(NEAR + p / NEAR) * (BIAS_BLOCKS * 4)];
-      return Turn{low.x, low.y, low.z, low.w}.after({high.x, high.y, high.z, high.w});
-    }
-    const int* pairs = a.pairs + at * PAIRS;
-    const float2* row = a.turns + static_cast<i64>(p) * (HEAD_DIM / 2);
-    float2 one = row[pairs[min_int(block * 8 + t, PAIRS - 1)]], other = row[pairs[min_int(block * 8 + 4 + t, PAIRS - 1)]];
-    return {one.x, one.y, other.x, other.y};
+    const float4* turns = a.turns + (at * TURN_ROWS * BIAS_BLOCKS + block) * 4 + (threadIdx.x & 3);
+    float4 low = turns[p % NEAR * (BIAS_BLOCKS * 4)], high = turns[(NEAR + p / NEAR) * (BIAS_BLOCKS * 4)];
+    return Turn{low.x, low.y, low.z, low.w}.after({high.x, high.y, high.z, high.w});
   }
   // Factors of the two tokens (h = 0, 1) of a tile of 16, high parts and rest of two pairs, times coefficients.
   static DEV void add_products(float (&s)[2][2], const uint4 (&row)[2], const Halves& q) {
@@ -86,20 +78,21 @@ template <int U> struct Bias {
       }
     }
   }
-  // Of every token by itself.
+  // Of every token by its own position.
   DEV void add_each(float (&s)[NT][U][2][2], const Arguments& a) const {
+    const int* pairs = a.pairs + at * PAIRS;
+    int t = threadIdx.x & 3;
 #pragma unroll 1
-    for (int block = 0; block < blocks; block++)
+    for (int block = 0; block < blocks; block++) {
+      int j0 = pairs[min_int(block * 8 + t, PAIRS - 1)], j1 = pairs[min_int(block * 8 + 4 + t, PAIRS - 1)];
 #pragma unroll
       for (int u = 0; u < U; u++) {
         uint4 row[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          row[h] = {0u, 0u, 0u, 0u};
-          if (position[u][h] == NOWHERE) continue;
-          Turn turn = turn_to(a, position[u][h], block);
-          Halves x(turn.c0, turn.s0, turn.c1, turn.s1);
-          row[h] = {x.high0, x.high1, x.rest0, x.rest1};
+          const uint2* factors = a.trig + static_cast<i64>(position[u][h] < ROTARY_POSITIONS ? position[u][h] : 0) * (HEAD_DIM / 2);
+          uint2 one = factors[j0], other = factors[j1];
+          row[h] = {one.x, other.x, one.y, other.y};
         }
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -107,6 +100,7 @@ template <int U> struct Bias {
           add_products(s[n][u], row, Halves(q.x, q.y, q.z, q.w));
         }
       }
+    }
   }
   DEV void add(float (&s)[NT][U][2][2], const Arguments& a) const {
     if constexpr (!STEADY_TURNS) return add_each(s, a);

@@ -138,7 +138,7 @@ DEV void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
                "r"(barrier), "l"(EVICT_FIRST) : "memory");
 }
 DEV void copy16(u32 to, const u8* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 template <int THREADS> DEV void copy_together(u32 to, const u8* from, int bytes, int thread) {
 #pragma unroll 4

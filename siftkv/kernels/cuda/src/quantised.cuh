@@ -164,7 +164,6 @@ template <class F> struct Quantised {
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int u = 0; u < U; u++) s[n][u][0][0] = s[n][u][0][1] = s[n][u][1][0] = s[n][u][1][1] = 0.f;
-    if constexpr (BIAS_BLOCKS > 0) add_bias<U>(s, a, page, base, count, pair);
     key_products<U>(dot, o, page, base);
 #pragma unroll
     for (int u = 0; u < U; u++) {
@@ -187,6 +186,7 @@ template <class F> struct Quantised {
         }
       }
     }
+    if constexpr (BIAS_BLOCKS > 0) add_bias<U>(s, a, page, base, count, pair);
     if constexpr (F::WEIGHTS) add_weights<U>(s, page, base);
     if (base + 16 * U > count) {
 #pragma unroll

@@ -25,8 +25,9 @@ struct Arguments {
   const float* signs;   // of the rotation, times its scale
   const float* bias;    // of all layers
   const int *pairs, *rank;
-  const uint4* near;    // [L, H, NEAR, BIAS_BLOCKS, 4]: fp16 cos and sin of two pairs by distance, then what their rounding left
-  const float2* turns;  // [L, H, TURN_ROWS, BIAS_BLOCKS, 4, 2]: cos and sin at 0 ... NEAR - 1, then at multiples of it; not steady: [positions, D/2]
+  const uint2* trig;    // [positions, D/2]: fp16 cos and sin, then what their rounding left
+  const uint4* near;    // [L, H, NEAR, BIAS_BLOCKS, 4]: the same of two pairs by distance, high parts first; where turns are steady, as the next
+  const float4* turns;  // [L, H, TURN_ROWS, BIAS_BLOCKS, 4]: cos and sin of two pairs at 0 ... NEAR - 1, then at multiples of NEAR
   u32* query;
   float4* bias_query;   // [batch, H, BIAS_BLOCKS, NT, 32]: coefficients of cos and sin of two pairs
   float* query_sum;
