@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from siftkv.cache import CacheSpec, KVCache, build_conditioning
-from siftkv.formats import Tier, TierFormat, choose_page_bytes
+from siftkv.cache.page_size import choose_page_bytes
+from siftkv.formats import Tier, TierFormat
 from siftkv.kernels import reference
 from siftkv.kernels.cuda.plan import Plan
 from siftkv.kernels.state import CacheState, SelectionRule

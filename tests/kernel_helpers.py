@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from siftkv.formats import PageLayout, Tier, TierFormat, choose_page_bytes
+from siftkv.cache.page_size import choose_page_bytes
+from siftkv.formats import PageLayout, Tier, TierFormat
 from siftkv.kernels import reference
 from siftkv.kernels.reference.attention import tier_tokens
 from siftkv.kernels.reference.tokens import pool_as, read_records, state_addresses

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siftkv.cache import CacheSpec, merge_tiers
+from siftkv.cache.page_size import choose_page_bytes
 from siftkv.errors import FormatError
-from siftkv.formats import KNOWN_FORMATS, SEGMENT_ALIGN, TOKEN_QUANTUM, PageLayout, Tier, TierFormat, choose_page_bytes
+from siftkv.formats import KNOWN_FORMATS, SEGMENT_ALIGN, TOKEN_QUANTUM, PageLayout, Tier, TierFormat
 from siftkv.kernels.reference.fit import FITTED_BITS
 from siftkv.kernels.reference.quantize import (
     decode,

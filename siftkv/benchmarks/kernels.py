@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning
+from siftkv.cache.page_size import choose_page_bytes
 from siftkv.errors import SiftKVError
-from siftkv.formats import PageLayout, Tier, TierFormat, choose_page_bytes
+from siftkv.formats import PageLayout, Tier, TierFormat
 from siftkv.kernels import reference
 from siftkv.kernels.cuda import decode_attention
 from siftkv.kernels.reference.pages import pages_needed

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning
+from siftkv.cache.page_size import choose_page_bytes
 from siftkv.errors import SiftKVError
-from siftkv.formats import Tier, TierFormat, choose_page_bytes
+from siftkv.formats import Tier, TierFormat
 from siftkv.kernels import get_kernels
 from siftkv.kernels.prompts import PromptBatch
 from siftkv.kernels.state import window_row

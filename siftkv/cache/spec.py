@@ -8,8 +8,9 @@ from functools import cached_property
 
 import torch
 
+from siftkv.cache.page_size import choose_page_bytes
 from siftkv.errors import FormatError
-from siftkv.formats import DENSE_DTYPES, PageLayout, Tier, TierFormat, choose_page_bytes
+from siftkv.formats import DENSE_DTYPES, PageLayout, Tier, TierFormat
 
 RING_SLACK = 8
 """Ring rows beyond the longest window: the new token, and a few that may wait when pages are short."""

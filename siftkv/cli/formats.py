@@ -100,7 +100,8 @@ def _bf16_bytes(head_dim: int) -> int:
 
 def format_rows(head_dim: int) -> list[FormatRow]:
     """Every known format and some examples for a head_dim. Raises FormatError for a head_dim that no page can hold."""
-    from siftkv.formats import KNOWN_FORMATS, TOKEN_QUANTUM, PageLayout, Tier, TierFormat, choose_page_bytes
+    from siftkv.cache.page_size import choose_page_bytes
+    from siftkv.formats import KNOWN_FORMATS, TOKEN_QUANTUM, PageLayout, Tier, TierFormat
 
     if head_dim < 8 or head_dim % 8:
         raise FormatError(f"head_dim {head_dim}: use a multiple of 8, 8 or more")
@@ -116,7 +117,7 @@ def format_rows(head_dim: int) -> list[FormatRow]:
 
 
 def _pool_page_bytes(head_dim: int) -> int:
-    from siftkv.formats import choose_page_bytes
+    from siftkv.cache.page_size import choose_page_bytes
     from siftkv.policies import DiffKV
 
     return choose_page_bytes(DiffKV().tiers("bf16"), head_dim)

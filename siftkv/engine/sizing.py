@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from siftkv.cache import CacheSpec, dense_name, merge_tiers
+from siftkv.cache.page_size import choose_page_bytes
 from siftkv.errors import RequestError, SiftKVError
-from siftkv.formats import Tier, TierFormat, choose_page_bytes
+from siftkv.formats import Tier, TierFormat
 from siftkv.kernels.state import Conditioning
 from siftkv.models import ModelConfig
 from siftkv.policies import Policy

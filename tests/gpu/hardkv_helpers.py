@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning
-from siftkv.formats import Tier, TierFormat, choose_page_bytes
+from siftkv.cache.page_size import choose_page_bytes
+from siftkv.formats import Tier, TierFormat
 from siftkv.kernels import reference
 from siftkv.kernels.reference.attention import tier_tokens
 from siftkv.kernels.reference.tokens import pool_as, weight_addresses
