@@ -212,8 +212,10 @@ def hardkv(json_file: Json = None) -> None:
     rows.append(Row(what=f"triggers: {where}", value=found.share, unit="of decode time", bar=f"<= {TRIGGERS_BAR}"))
     rows.append(Row(what=f"p99 step: {where}", value=tail, unit="x the median", bar=f"<= {TAIL_BAR}"))
     for how, own in found.own.items():
-        what = f"decode at {bench.POOL_BYTES >> 30} GiB, heads drawn 1:8 {how}, {own.ratio:.3f} of bf16"
-        for name, other, least in (("fixed", found.fixed, FIXED_BAR), ("padded", found.padded[how], PADDED_BAR)):
+        what = f"decode at {bench.POOL_BYTES >> 30} GiB, heads {how}, {own.ratio:.3f} of bf16"
+        padded_bar = PADDED_BAR if how == bench.ON_TEXT else None  # the other spreads are not a model's
+        for name, other, least in (("fixed", found.fixed, FIXED_BAR), ("padded", found.padded[how], padded_bar)):
             value = own.tokens_per_second / other.tokens_per_second
-            rows.append(Row(what=what, value=value, unit=f"x {name}, tokens/s", bar=f">= {least}"))
+            bar = None if least is None else f">= {least}"
+            rows.append(Row(what=what, value=value, unit=f"x {name}, tokens/s", bar=bar))
     finish("hardkv", rows, found.as_dict(), json_file)
