@@ -15,9 +15,9 @@ from siftkv.kernels.cuda.plan import Plan
 from siftkv.kernels.state import CacheState, SelectionRule
 
 # Modules by name: some of the package's functions are called as they are.
-elementwise, importance, pages, rewrite, select = (
+elementwise, importance, pages, rewrite, select, worth = (
     importlib.import_module(f"siftkv.kernels.cuda.{name}")
-    for name in ("elementwise", "importance", "pages", "rewrite", "select")
+    for name in ("elementwise", "importance", "pages", "rewrite", "select", "worth")
 )
 device = importlib.import_module("siftkv.kernels.cuda.device")
 HEADS, GROUP = 2, 4
@@ -66,6 +66,10 @@ def measuring(dim: int, dtype: torch.dtype) -> str:
     return str(importance.source(dtype, dim, GROUP))
 
 
+def ranking(dim: int, dtype: torch.dtype, pool: int = 5) -> str:
+    return str(worth.source(dtype, dim, GROUP, HEADS, pool))
+
+
 def fused(dtype: torch.dtype) -> str:
     return str(elementwise.source(dtype, elementwise.linear_stages(device.gpu_of(torch.device("cuda")))))
 
@@ -84,6 +88,8 @@ EVERY = {
     "selecting, accumulated": lambda: selecting("accumulated"),
     "measuring": lambda: measuring(128, torch.bfloat16),
     "measuring, head_dim 256": lambda: measuring(256, torch.float16),
+    "ranking": lambda: ranking(128, torch.bfloat16),
+    "ranking, head_dim 80": lambda: ranking(80, torch.float16, pool=1),
     "fused, bf16": lambda: fused(torch.bfloat16),
     "fused, fp16": lambda: fused(torch.float16),
 }
@@ -93,5 +99,6 @@ TYPICAL = {
     "attention": lambda: attention(("bf16", "k8v4", "k4v2")),
     "storing": lambda: storing(("k8v4", "k4v2")),
     "selecting": lambda: selecting("snapkv"),
+    "ranking": EVERY["ranking"],
     "fused": EVERY["fused, bf16"],
 }

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 from siftkv.cache import KVCache
 from siftkv.errors import NumericsError, OutOfPages
 from siftkv.kernels.prompts import PromptBatch
-from siftkv.policies.base import PromptView, Sifted
+from siftkv.kernels.ranking import WorthRule
+from siftkv.policies.base import PromptView, RankedPrompts, Sifted
 
 
 class Sifter(Protocol):
@@ -27,6 +29,14 @@ class Sifter(Protocol):
     def rows(self, length: int) -> tuple[Tensor, Tensor] | None: ...
 
     def sift(self, prompt: PromptView) -> Sifted: ...
+
+    @property
+    def positional(self) -> bool: ...
+
+    @property
+    def worth_rule(self) -> WorthRule | None: ...
+
+    def sift_ranked(self, prompts: RankedPrompts) -> Sifted: ...
 
 
 @dataclass
@@ -46,17 +56,20 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbours in the batch, of one length and under one policy: classed together.
+    """Neighbours in the batch under one policy, classed together: of one length, or seen as one, or ranked by kernels.
 
-    prompts: which of the batch. slots: int64 `[R]`, theirs.
+    prompts: which of the batch. shape: how many the policy sees, and their tokens. places: as in `PromptView`. slots:
+        int64 `[R]`, theirs. rule: what kernels rank them by, or None.
     """
 
     prompts: range
     span: slice
-    length: int
+    shape: tuple[int, int]
+    places: Tensor | None
     sifter: Sifter
     protected: Tensor
     slots: Tensor
+    rule: WorthRule | None
 
 
 class PrefillAttention:
@@ -81,11 +94,17 @@ class PrefillAttention:
         self._groups = [self._group(prompts) for prompts in _runs(chunks, together)]
 
     def _group(self, prompts: range) -> _Group:
-        first, last = self.chunks[prompts[0]], self.chunks[prompts[-1]]
-        span = slice(first.start, last.start + last.length)
-        protected = self.cache.protected(first.slot, first.length)
+        own, device = self.chunks[prompts.start : prompts.stop], self.batch.table.device
+        first, span = own[0], slice(own[0].start, own[-1].start + own[-1].length)
         slots = self.batch.table[prompts.start : prompts.stop, 0].long()
-        return _Group(prompts, span, first.length, first.sifter, protected, slots)
+        rule = first.sifter.worth_rule if self.cache.kernels.DEFERS_FAULTS else None
+        if len({c.length for c in own}) == 1 or rule is not None:
+            shape, places = (len(own), first.length), None
+            protected = self.cache.protected(first.slot, first.length)
+        else:
+            shape, places = (1, span.stop - span.start), torch.cat([torch.arange(c.length, device=device) for c in own])
+            protected = torch.cat([self.cache.protected(c.slot, c.length) for c in own])
+        return _Group(prompts, span, shape, places, first.sifter, protected, slots, rule)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kernels = self.cache.kernels
@@ -96,7 +115,10 @@ class PrefillAttention:
             score = kernels.measure_prompts(self.batch, q, k, lse)
             tier = torch.empty(score.shape, dtype=torch.int8, device=score.device)
             for group in self._groups:
-                self._classify(layer, group, q, k, v, score, lse, tier)
+                if group.rule is None:
+                    self._classify(layer, group, q, k, v, score, lse, tier)
+                else:
+                    self._rank(layer, group, group.rule, q, k, v, score, lse, tier)
             kernels.store_prompts(self.cache.state, layer, self.batch, k, v, score, tier)
             return out
         # One look at the whole batch; only where it finds a fault is each request looked at for its own.
@@ -121,7 +143,7 @@ class PrefillAttention:
             score = self.cache.kernels.prompt_importance(q[span], k[span], rows, weight, lse)
         try:
             tier = torch.empty(score.shape, dtype=torch.int8, device=k.device)
-            own = replace(group, span=slice(0, group.length))
+            own = replace(group, span=slice(0, chunk.length))
             self._classify(layer, own, q[span], k[span], v[span], score, lse, tier)
             self.cache.store_prompt(layer, chunk.slot, k[span], v[span], score, tier, finite)
         except (OutOfPages, NumericsError) as failure:
@@ -139,13 +161,13 @@ class PrefillAttention:
         tier: Tensor,
     ) -> None:
         """Ask the group's policy and write its answer into `tier` int8 `[H, T]`, and `score` fp32 where it says so."""
-        span, shape = group.span, (len(group.prompts), group.length)
+        span, shape = group.span, group.shape
 
         def measure(rows: Tensor, weight: Tensor) -> Tensor:
             rows, weight = rows.to(k.device), weight.to(k.device)
             each = []
-            for at in range(span.start, span.stop, group.length):
-                own = slice(at, at + group.length)
+            for at in range(span.start, span.stop, shape[1]):
+                own = slice(at, at + shape[1])
                 sums = None if lse is None else lse[:, own]
                 each.append(self.cache.kernels.prompt_importance(q[own], k[own], rows, weight, sums))
             return torch.stack(each)
@@ -160,11 +182,34 @@ class PrefillAttention:
             measure,
             (self.cache.state.conditioning.cos, self.cache.state.conditioning.sin),
             self.cache.spec.num_layers,
+            group.places,
         )
         found = group.sifter.sift(view)
         tier[:, span].unflatten(1, shape).copy_(found.tier.transpose(0, 1))
         if found.score is not None:
             score[:, span].unflatten(1, shape).copy_(found.score.transpose(0, 1))
+        if found.share is not None:
+            self.cache.set_shares(layer, group.slots, found.share)
+
+    def _rank(
+        self,
+        layer: int,
+        group: _Group,
+        rule: WorthRule,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score: Tensor,
+        lse: Tensor | None,
+        tier: Tensor,
+    ) -> None:
+        """As `_classify`, where kernels rank the group's tokens; they write `score` themselves."""
+        prompts, kernels = group.prompts, cast(Any, self.cache.kernels)
+        rank = partial(kernels.rank_prompts, self.batch, prompts, rule, q=q, k=k, v=v, lse=lse, score=score)
+        lengths = self.batch.lengths[prompts.start : prompts.stop]
+        view = RankedPrompts(layer, self.cache.spec.num_layers, lengths, k.shape[1], rank)
+        found = group.sifter.sift_ranked(view)
+        tier[:, group.span].copy_(found.tier)
         if found.share is not None:
             self.cache.set_shares(layer, group.slots, found.share)
 
@@ -174,8 +219,9 @@ def _runs(chunks: list[PromptChunk], together: bool) -> list[range]:
     runs: list[range] = []
     for i, chunk in enumerate(chunks):
         before = chunks[i - 1]
-        alike = i > 0 and (before.length, before.sifter.key) == (chunk.length, chunk.sifter.key)
-        if together and alike:
+        alike = i > 0 and before.sifter.key == chunk.sifter.key
+        any_length = chunk.sifter.positional or chunk.sifter.worth_rule is not None
+        if together and alike and (any_length or before.length == chunk.length):
             runs[-1] = range(runs[-1].start, i + 1)
         else:
             runs.append(range(i, i + 1))

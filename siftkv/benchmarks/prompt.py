@@ -1,15 +1,16 @@
 """What sifting adds to a prompt pass on a GPU, and how long a long prompt holds up requests that are decoding.
 
-A Llama-3-8B shape with random bf16 weights. The bare pass is the same model with the same attention that keeps nothing.
+Shapes of models with random bf16 weights. The bare pass is the same model with the same attention that keeps nothing.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -22,11 +23,24 @@ from siftkv.benchmarks.throughput import LLAMA3_8B, random_llama
 from siftkv.engine.llm import LLM
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.kernels.prompts import PromptBatch
-from siftkv.models import LoadedModel
+from siftkv.models import LoadedModel, ModelConfig
 
 LONGEST = 32768
-CASES = ((8, 1024, "fixed"), (1, 8192, "diffkv"), (1, 8192, "diffkv:sample=1"), (1, LONGEST, "diffkv"))
-"""Prompts, tokens each, and how they are kept."""
+RAGGED = tuple(700 + i * 7 % 16 * 40 for i in range(16))
+"""Tokens of prompts that have little in common."""
+CASES = (
+    ((1024,) * 8, "fixed"),
+    ((8192,), "diffkv"),
+    ((8192,), "diffkv:sample=1"),
+    ((8192,), "sift"),
+    ((LONGEST,), "diffkv"),
+    ((LONGEST,), "sift"),
+)
+"""Tokens of each prompt, and how they are kept."""
+SMALLER = "Qwen2.5-1.5B"
+SMALLER_SHAPE = ModelConfig("LlamaForCausalLM", 151936, 1536, 8960, 28, 12, 2, 128, 32768)
+SMALLER_CASES = ((RAGGED, "full"), (RAGGED, "diffkv"), (RAGGED, "sift"), ((1024,), "sift"))
+"""On a model whose pass is short, where launches and the host's waits count."""
 
 STALL_KV, STALL_BATCH, STALL_CONTEXT = "diffkv", 16, 1024
 _POOL = 16 << 30
@@ -35,13 +49,24 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class PromptRow:
-    """Milliseconds of a prompt pass: bare, and with importance, sifting and storing."""
+    """Milliseconds of a prompt pass: bare, and with importance, sifting and storing.
+
+    fewest, tokens: of the shortest and the longest prompt.
+    """
 
     kv: str
     prompts: int
+    fewest: int
     tokens: int
+    model: str
     bare_ms: float
     ms: float
+
+    @property
+    def what(self) -> str:
+        """Policy, prompts, and the shape where it is not the usual one."""
+        tokens = f"{self.tokens}" if self.fewest == self.tokens else f"{self.fewest} to {self.tokens}"
+        return f"{self.kv}, {self.prompts} x {tokens} tokens" + f", {SMALLER}" * (self.model == SMALLER)
 
     @property
     def share(self) -> float:
@@ -73,16 +98,24 @@ class Stall:
 
 def run_prompts() -> tuple[list[PromptRow], Stall]:
     """All figures. Raises SiftKVError where there is no CUDA device."""
+    rows = measure_prompts(SMALLER, SMALLER_SHAPE, SMALLER_CASES)
     model = random_llama(replace(LLAMA3_8B, max_position=2 * LONGEST))
-    rows = [measure_prompt(model, *case) for case in CASES]
-    alone = next(row.ms for row in rows if row.tokens == LONGEST)
+    rows = [_measure_prompt(model, "Llama-3-8B", *case) for case in CASES] + rows
+    alone = next(row.ms for row in rows if (row.kv, row.tokens) == (STALL_KV, LONGEST))
     return rows, measure_stall(model, alone)
 
 
-def measure_prompt(model: LoadedModel, prompts: int, tokens: int, kv: str) -> PromptRow:
+def measure_prompts(name: str, shape: ModelConfig, cases: Sequence[tuple[tuple[int, ...], str]]) -> list[PromptRow]:
+    """Cases of one shape. Raises SiftKVError where there is no CUDA device."""
+    model = random_llama(shape)
+    return [_measure_prompt(model, name, *case) for case in cases]
+
+
+def _measure_prompt(model: LoadedModel, name: str, lengths: tuple[int, ...], kv: str) -> PromptRow:
     """One case, median of some passes after one that compiles."""
-    with _engine(model, kv, prompts, tokens + 64) as llm:
-        ids = _tokens(model, prompts, tokens)
+    prompts = len(lengths)
+    with _engine(model, kv, prompts, max(lengths) + 64) as llm:
+        ids = [own[:length] for own, length in zip(_tokens(model, prompts, max(lengths)), lengths, strict=True)]
         policy, cache = llm.engine.bind(llm.kv), llm.cache
 
         def sifted() -> None:
@@ -94,21 +127,21 @@ def measure_prompt(model: LoadedModel, prompts: int, tokens: int, kv: str) -> Pr
                     raise failure
 
         bare, whole = (_median_ms(work) for work in (lambda: _bare(model, ids), sifted))
-        return PromptRow(kv, prompts, tokens, bare, whole)
+        return PromptRow(kv, prompts, min(lengths), max(lengths), name, bare, whole)
 
 
 @torch.inference_mode()
 def _bare(model: LoadedModel, prompts: list[list[int]]) -> None:
-    device, count, length = model.decoder.device, len(prompts), len(prompts[0])
-    batch = PromptBatch.of([0] * count, [length] * count, [(0, 0)] * count, [None] * count, device)
+    device, count, lengths = model.decoder.device, len(prompts), [len(p) for p in prompts]
+    batch = PromptBatch.of([0] * count, lengths, [(0, 0)] * count, [None] * count, device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ragged_attention(q, k, v, batch)[0]
 
-    positions = torch.arange(length, device=device).repeat(count)
-    spread = torch.full((count * length,), length, device=device)
-    hidden = model.decoder(torch.tensor(prompts, device=device).flatten(), positions, attend, spread)
-    model.decoder.logits(hidden[length - 1 :: length])
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    spread = torch.cat([torch.full((n,), n, device=device) for n in lengths])
+    hidden = model.decoder(torch.tensor([*chain.from_iterable(prompts)], device=device), positions, attend, spread)
+    model.decoder.logits(hidden[batch.bounds[1:] - 1])
 
 
 def measure_stall(model: LoadedModel, prompt_ms: float) -> Stall:

@@ -105,7 +105,7 @@ def _least(bar: float | None) -> str | None:
     return None if bar is None else f">= {bar}"
 
 
-SHARE_BARS = {8192: 0.05, 32768: 0.08}
+SHARE_BARS = {("diffkv", 8192): 0.05, ("diffkv", 32768): 0.08, ("sift", 8192): 0.1, ("sift", 1300): 0.25}
 """Most of a prompt pass that importance, sifting and storing may take, by tokens of the prompt."""
 
 STALL_BAR = 1.1
@@ -125,14 +125,13 @@ def prompt(json_file: Json = None) -> None:
 
     found, stall = run_prompts()
     table = plain_table("Prompt passes")
-    for name in ("setting", "prompts", "tokens", "bare ms", "ms", "sifting"):
+    for name in ("prompts", "bare ms", "ms", "sifting"):
         table.add_column(name)
     rows: list[Row] = []
     for r in found:
-        cells = (r.kv, str(r.prompts), str(r.tokens), f"{r.bare_ms:.1f}", f"{r.ms:.1f}", f"{100 * r.share:.1f} %")
-        table.add_row(*cells)
-        where = f"{r.kv}, {r.prompts} x {r.tokens} tokens"
-        bar = SHARE_BARS.get(r.tokens) if r.kv == "diffkv" else None
+        where = r.what
+        table.add_row(where, f"{r.bare_ms:.1f}", f"{r.ms:.1f}", f"{100 * r.share:.1f} %")
+        bar = SHARE_BARS.get((r.kv, r.tokens))
         rows.append(Row(what=f"prompt pass, {where}", value=r.ms, unit="ms"))
         sifting = Row(
             what=f"importance, sifting, storing: {where}",

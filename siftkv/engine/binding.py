@@ -10,8 +10,9 @@ from torch import Tensor
 
 from siftkv.cache import CacheSpec, SlotRule, dense_name
 from siftkv.errors import PolicyError
+from siftkv.kernels.ranking import WorthRule
 from siftkv.policies import Policy, PromptView
-from siftkv.policies.base import Prices, Sifted
+from siftkv.policies.base import Prices, RankedPrompts, Sifted
 
 _RING_ENTRY = 4
 """Bytes of a page's entry in the free ring."""
@@ -91,13 +92,32 @@ class BoundPolicy:
 
     def sift(self, prompt: PromptView) -> Sifted:
         """What the policy makes of `prompt`, in the pool's tiers: tier int8 `[R, H, n]`, share fp32 `[R, H, T]`."""
-        own = self.policy.sift(prompt, self._prices)
+        return self._in_pool(self.policy.sift(prompt, self._prices))
+
+    @property
+    def positional(self) -> bool:
+        """Whether prompts of any lengths may be classed as one."""
+        return self.policy.positional
+
+    @property
+    def worth_rule(self) -> WorthRule | None:
+        """What kernels may rank tokens by, so that `sift_ranked` takes `sift`'s place."""
+        return self.policy.worth_rule
+
+    def sift_ranked(self, prompts: RankedPrompts) -> Sifted:
+        """`sift` of prompts that kernels rank: tier int8 `[H, T']`, share fp32 `[R, H, T]`."""
+        return self._in_pool(self.policy.sift_ranked(prompts, self._prices))
+
+    def _in_pool(self, own: Sifted) -> Sifted:
+        if self._tiers == list(range(self._pool_size)):
+            return own
         if self._pool_tier.device != own.tier.device:
             self._pool_tier = self._pool_tier.to(own.tier.device)
         share = None
         if own.share is not None:
             share = own.share.new_full((*own.share.shape[:-1], self._pool_size), torch.inf)
-            share[..., self._tiers] = own.share
+            for index, tier in enumerate(self._tiers):  # a list of indices would be copied to a GPU, and waited for
+                share[..., tier] = own.share[..., index]
         return Sifted(self._pool_tier[own.tier.long()], own.score, share)
 
     def _price(self, spec: CacheSpec, costs: tuple[float, ...]) -> Prices:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from siftkv.errors import PolicyError
 from siftkv.formats import Tier, TierFormat
+from siftkv.kernels.ranking import Ranking, WorthRule
 from siftkv.kernels.state import UNLIMITED as UNLIMITED
 
 DROPPED = -1
@@ -36,7 +37,8 @@ class PromptView:
     measure: `measure(rows, weight) -> fp32 [R, H, n]`, the importance that other query rows give; arguments as `rows`
         of a policy returns them.
     rotary: cos and sin, fp32 `[P, D/2]`, of every position of the model. layers: of the model.
-    Token `i` stands at position `i`.
+    places: int64 `[n]`, positions of the tokens, where several prompts are seen as one (`Policy.positional`); None =
+        token `i` stands at position `i`.
     """
 
     layer: int
@@ -48,6 +50,7 @@ class PromptView:
     measure: Callable[[Tensor, Tensor], Tensor] | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     layers: int = 1
+    places: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -56,7 +59,22 @@ class PromptView:
     @property
     def position(self) -> Tensor:
         """int64 `[n]`."""
-        return torch.arange(self.length, device=self.score.device)
+        return torch.arange(self.length, device=self.score.device) if self.places is None else self.places
+
+
+@dataclass(frozen=True)
+class RankedPrompts:
+    """One layer of `R` neighbouring prompts of any lengths under one policy, which kernels rank by its `WorthRule`.
+
+    layer: index. layers: of the model. lengths: of the prompts. heads: kv heads. rank: `rank(width)` counts tokens on
+        so many levels of worth, and places them when it is told how many go where.
+    """
+
+    layer: int
+    layers: int
+    lengths: tuple[int, ...]
+    heads: int
+    rank: Callable[[int], Ranking]
 
 
 @dataclass(frozen=True)
@@ -80,9 +98,10 @@ class Prices:
 class Sifted:
     """What a policy makes of a layer of prompts.
 
-    tier: int8 `[R, H, n]`, as `Policy.classify` returns it. score: fp32 `[R, H, n]`, what is kept as the tokens' mean
-        attention instead of what was measured. share: fp32 `[R, H, t]`, the most that each tier may hold from now on,
-        by the tokens that the request has seen; where it is None the decode rule's caps stand alone.
+    tier: int8 `[R, H, n]`, as `Policy.classify` returns it; `[H, T']` of `RankedPrompts`, end to end. score: fp32 in
+        the shape of `tier`, what is kept as the tokens' mean attention instead of what was measured. share: fp32 `[R,
+        H, t]`, the most that each tier may hold from now on, by the tokens that the request has seen; where it is None
+        the decode rule's caps stand alone.
     """
 
     tier: Tensor
@@ -124,6 +143,10 @@ class Policy(ABC):
     any_window: ClassVar[bool] = False
     """Whether the window only says where tokens stand, not what they are: a pool with smaller windows does as well."""
 
+    positional: ClassVar[bool] = False
+    """Whether `classify` looks at each token's layer, position and score alone: prompts of any lengths may be seen as
+    one."""
+
     window: int
     """Recent tokens kept at 16 bits."""
     sinks: int
@@ -161,6 +184,17 @@ class Policy(ABC):
     def sift(self, prompt: PromptView, prices: Prices) -> Sifted:
         """`classify`, for policies that learn more from a prompt or keep to a budget of bytes."""
         return Sifted(self.classify(prompt))
+
+    @property
+    def worth_rule(self) -> WorthRule | None:
+        """What ranks tokens, where kernels may do it for many prompts at once: then `sift_ranked` takes `sift`'s
+        place.
+        """
+        return None
+
+    def sift_ranked(self, prompts: RankedPrompts, prices: Prices) -> Sifted:
+        """`sift` of prompts of any lengths, for policies with a `worth_rule`."""
+        raise NotImplementedError
 
     @abstractmethod
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:

@@ -54,6 +54,7 @@ class DiffKV(Policy):
     """
 
     name: ClassVar[str] = "diffkv"
+    positional: ClassVar[bool] = True
 
     alpha_high: Setting = 1.0
     alpha_low: Setting = 0.02

@@ -21,6 +21,7 @@ class Full(Policy):
     """
 
     name: ClassVar[str] = "full"
+    positional: ClassVar[bool] = True
     any_window: ClassVar[bool] = True
 
     window: int = 16

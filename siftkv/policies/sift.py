@@ -5,7 +5,7 @@ What decides (measured on SmolLM2 and Qwen2.5-Coder, see docs/policies.md):
 - A prompt token is worth the mean square of the attention that it got, times its squared value norm: what an error in
   it adds to that of the output (`siftkv.policies.worth`). Two means are added, over the last `observe` queries and over
   queries all along the prompt that are `reach` positions away or more. Few queries have seen the last `young` tokens:
-  they count as the layer's average at least.
+  they count as the layer's average at least. What the queries have not wanted the next one may: `prior`.
 - All heads of a layer share one scale. Its best tokens stay, as many as its part of `ratio` of a 16-bit cache has room
   for, window and tables counted; what is worth `contrast` times the least of them is stored in the middle tier, and
   `contrast` cubed in the top tier. So a head whose attention is concentrated keeps fewer tokens than a diffuse one.
@@ -30,31 +30,29 @@ from torch import Tensor
 
 from siftkv.errors import PolicyError
 from siftkv.formats import Tier, TierFormat
+from siftkv.kernels.ranking import LEVELS, LEVELS_AN_OCTAVE, TierSizes, WorthRule, at_or_above
 from siftkv.policies.base import (
-    DROPPED,
     UNLIMITED,
     DecodeRule,
     Policy,
     Prices,
     PromptView,
+    RankedPrompts,
     Sifted,
     check_pair,
     check_whole,
     check_window,
 )
 from siftkv.policies.importance import sampled_rows
+from siftkv.policies.sift_shares import Room, by_rank, shares, to_device
 from siftkv.policies.worth import mean_squares, pooled
 
 _NOTIONAL_PAGE = 24
 """Tokens of the top tier in a page, where nothing is known of a cache."""
-_CANDIDATES = 256
-"""Thresholds that are tried at once."""
 _LEAST_LEARNED = 64
 """Tokens beyond the window from which a prompt tells heads apart."""
 _LATER = 4 / 3
 """Times a prompt's length at which a growing request that is kept in part pages has spent its budget."""
-_SCALES = 256
-"""Sizes of a layer that are tried at once."""
 _TYPICAL = (0.125, 0.375, 0.5)
 """Shares of what a prompt keeps that its tiers hold, where nothing is known of a request."""
 _LATER_FIRST = 1e-3
@@ -79,7 +77,8 @@ class Sift(Policy):
         with its tokens; 0 = layers get the same.
     observe, reach, distant, pool: worth is a mean over `observe` recent queries, averaged over `pool` positions (odd),
         and `distant` times one over as many that are at least `reach` positions away. young: last tokens that count as
-        the average at least.
+        the average at least. prior: of the average mean square, what
+        every token is taken to have in advance.
     window, sinks: recent and first tokens at 16 bits. sample: 1 in so many query rows is measured for the scores of
         decoding. interval: positions between two updates of scores. horizon: observations over which a score is a mean.
     """
@@ -98,6 +97,7 @@ class Sift(Policy):
     distant: float = 0.3
     pool: int = 5
     young: int = 64
+    prior: float = 0.003
     window: int = 16
     sinks: int = 4
     sample: int = 8
@@ -113,7 +113,7 @@ class Sift(Policy):
             raise PolicyError(f"ratio={self.ratio}: use a share of the 16-bit size, above 0 and at most 1")
         if not self.contrast >= 1:
             raise PolicyError(f"contrast={self.contrast}: use 1 or more")
-        for name in ("distant", "tilt"):
+        for name in ("distant", "tilt", "prior"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PolicyError(f"{name}={getattr(self, name)}: use a number of 0 or more")
         if self.pool % 2 == 0:
@@ -136,63 +136,43 @@ class Sift(Policy):
         return self.sift(prompt, Prices(tuple(bits), _NOTIONAL_PAGE * bits[0], 0.0, 1.0)).tier
 
     def sift(self, prompt: PromptView, prices: Prices) -> Sifted:
-        length, layer = prompt.length, prompt.layer
-        middle = max(0, length - self.window - self.sinks)
-        budget = self._bytes(length, prices)
-        whole = budget >= len(prices.token) * prices.page
-        if not whole:
-            budget = max(budget - len(prices.token) * prices.page / 2, self.ratio / 2 * middle * prices.full)
-        worth = self.worth(prompt)
-        apart = worth * (1 + _LATER_FIRST * prompt.position / length)
-        falling, order = apart.masked_fill(prompt.protected, -1.0).sort(dim=-1, descending=True, stable=True)
-        weights = self._weights(prompt.layers, prices)
-        held = self._wanted(falling, middle, budget * weights[layer], prices)
-        share = held * self._growth(length, prices) / length
-        if whole:
-            a_page = _tokens_a_page(prices).to(held)
-            total = _part(self._bytes(length, prices) * held.shape[1] / prices.page, weights, layer)
-            grown, pages = _opened(held / a_page, total)
-            share = (grown * a_page - 0.5).clamp_min(0.0) / length  # half a token less, lest rounding open a page
-            held = pages * a_page
-        if middle < _LEAST_LEARNED:
-            share = (self._even_share(prices) * weights[layer]).to(held).expand_as(held)
-        tier = _by_rank(order, held.cumsum(-1).clamp_max(middle))
-        mass = worth.sqrt()
-        score = mass / mass.sum(-1, keepdim=True).clamp_min(_TINY) * prompt.score.sum(-1, keepdim=True)
-        return Sifted(tier, score, share)
+        (worth, ranked), sizes = self.worth(prompt), _sizes(self, prices)
+        apart = ranked * (1 + _LATER_FIRST * prompt.position / prompt.length)
+        apart = apart.masked_fill(prompt.protected, -1.0)
+        room = _rooms(self, prompt.layers, (prompt.length,), worth.shape[1], prices, worth.device)[prompt.layer]
+        held, share = shares(at_or_above(apart, LEVELS + sizes.shift[0]), sizes, Room(*room))
+        seed = worth.square()
+        score = seed / seed.sum(-1, keepdim=True).clamp_min(_TINY) * prompt.score.sum(-1, keepdim=True)
+        return Sifted(by_rank(apart, held), score.clamp_max(1.0), share)
 
-    def worth(self, prompt: PromptView) -> Tensor:
-        """What an error in each token adds to the square error of the layer's output, fp32 `[R, H, n]`."""
-        others = ~prompt.protected
+    @property
+    def worth_rule(self) -> WorthRule:
+        return WorthRule(self.observe, self.reach, self.distant, self.pool, self.young, self.prior, _LATER_FIRST)
+
+    def sift_ranked(self, prompts: RankedPrompts, prices: Prices) -> Sifted:
+        sizes = _sizes(self, prices)
+        ranking = prompts.rank(LEVELS + sizes.shift[0])
+        device = ranking.above.device
+        room = _rooms(self, prompts.layers, prompts.lengths, prompts.heads, prices, device)[prompts.layer]
+        held, share = ranking.share_out(sizes, room)
+        return Sifted(*ranking.place(held), share)
+
+    def worth(self, prompt: PromptView) -> tuple[Tensor, Tensor]:
+        """What an error in each token adds to the square error of the layer's output, and the same with the prior, by
+        which tokens are ranked: fp32 `[R, H, n]` both.
+        """
         if prompt.q is None or prompt.k is None:
             square = pooled(prompt.score.square(), self.pool)
         else:
             recent, distant = mean_squares(prompt.q, prompt.k, self.observe, self.reach)
             square = pooled(recent, self.pool) + self.distant * distant
-        if prompt.v is not None:
-            square = square * prompt.v.float().square().sum(-1).mT
-        average = (square * others).sum((1, 2), keepdim=True) / (others.sum() * square.shape[1]).clamp_min(1)
+        norm = torch.ones_like(square) if prompt.v is None else prompt.v.float().square().sum(-1).mT
+        worth, others = square * norm, ~prompt.protected
+        count = (others.sum() * square.shape[1]).clamp_min(1)
+        average, usual = ((x * others).sum((1, 2), keepdim=True) / count for x in (worth, square))
         unseen = prompt.position >= prompt.length - self.young
-        return torch.where(unseen, torch.maximum(square, average), square)
-
-    def _wanted(self, falling: Tensor, middle: int, budget: float, prices: Prices) -> Tensor:
-        """How many tokens of each head are in each tier where all heads of a layer share one scale: fp32 `[R, H, t]`.
-
-        falling: worth of each head's tokens, best first, fp32 `[R, H, n]`. middle: those that may be chosen. budget:
-        bytes a head.
-        """
-        heads, each = falling.shape[1], _CANDIDATES // falling.shape[1]
-        picked = torch.arange(1, each + 1, device=falling.device) * middle // each - 1
-        least = falling[..., picked.clamp_min(0)].flatten(1)  # [R, H each]: the worth that the last token has
-        factors = torch.tensor([self.contrast**3, self.contrast, 1.0], device=falling.device)
-        least = torch.cat([torch.full_like(least[:, :1], torch.inf), least], -1)
-        bars = (least[:, None] * factors[:, None]).flatten(1)[:, None].repeat(1, heads, 1)
-        within = torch.searchsorted(-falling, -bars, right=True).clamp_max(middle).unflatten(-1, (3, -1))
-        step = torch.tensor([a - b for a, b in zip(prices.token, (*prices.token[1:], 0.0), strict=True)])
-        cost = (within * step.to(falling)[:, None]).sum((1, 2))
-        best = cost.masked_fill(cost > budget * heads, -1.0).argmax(-1)
-        chosen = within.gather(-1, best[:, None, None, None].expand(-1, heads, 3, 1))[..., 0].float()
-        return chosen.diff(dim=-1, prepend=torch.zeros_like(chosen[..., :1]))
+        worth = torch.where(unseen, torch.maximum(worth, average), worth)
+        return worth, worth + self.prior * usual * norm
 
     def _bytes(self, length: float, prices: Prices) -> float:
         """Bytes a head, mean over layers, for tokens beyond the window where a request has `length` tokens."""
@@ -209,8 +189,8 @@ class Sift(Policy):
         costs = prices.costs or (1.0,) * layers
         return _layer_weights(costs, self.tilt / self.ratio, prices.token[0] / (self.ratio * prices.full))
 
-    def _even_share(self, prices: Prices) -> Tensor:
-        """fp32 `[3]`, shares of a request's tokens that use up `ratio` where heads cannot be told apart."""
+    def _even_share(self, prices: Prices) -> list[float]:
+        """Shares of a request's tokens in each tier that use up `ratio` where heads cannot be told apart."""
         budget = self.ratio * prices.full
         kept = min(1.0, budget / sum(t * p for t, p in zip(_TYPICAL, prices.token, strict=True)))
         share = [t * kept for t in _TYPICAL]
@@ -218,7 +198,21 @@ class Sift(Policy):
             left = budget - sum(s * p for s, p in zip(share, prices.token, strict=True))
             more = min(share[tier + 1], max(0.0, left) / (prices.token[tier] - prices.token[tier + 1]))
             share[tier], share[tier + 1] = share[tier] + more, share[tier + 1] - more
-        return torch.tensor(share)
+        return share
+
+    def _rooms(self, layers: int, length: int, heads: int, prices: Prices) -> list[list[float]]:
+        """`Room` of one prompt in every layer, field by field."""
+        middle, tiers = max(0, length - self.window - self.sinks), len(prices.token)
+        budget, weights = self._bytes(length, prices), self._weights(layers, prices)
+        whole, pages = budget >= tiers * prices.page, budget * heads / prices.page
+        if not whole:
+            budget = max(budget - tiers * prices.page / 2, self.ratio / 2 * middle * prices.full)
+        growth, unknown = self._growth(length, prices) / length, middle < _LEAST_LEARNED
+        rest = middle, growth, 1 / length
+        return [
+            [budget * weight * heads, _part(pages, weights, layer), *rest, weight, float(whole), float(unknown)]
+            for layer, weight in enumerate(weights)
+        ]
 
     def decode_rule(self, num_layers: int, num_kv_heads: int) -> DecodeRule:
         shape = (num_layers, num_kv_heads, 3)
@@ -230,57 +224,28 @@ class Sift(Policy):
         )
 
 
-def _tokens_a_page(prices: Prices) -> Tensor:
-    return torch.tensor([round(prices.page / price) for price in prices.token])
+@lru_cache(maxsize=32)
+def _rooms(
+    policy: Sift, layers: int, lengths: tuple[int, ...], heads: int, prices: Prices, device: torch.device
+) -> Tensor:
+    """Fields of `Room` in every layer, fp32 `[L, 8, R, 1, 1]`."""
+    rows = torch.tensor([policy._rooms(layers, length, heads, prices) for length in lengths])  # [R, L, 8]
+    return to_device(rows.permute(1, 2, 0)[..., None, None].contiguous(), device)
+
+
+@lru_cache(maxsize=32)
+def _sizes(policy: Sift, prices: Prices) -> TierSizes:
+    step = LEVELS_AN_OCTAVE * math.log2(policy.contrast)
+    shift = (min(LEVELS, round(3 * step)), min(LEVELS, round(step)), 0)
+    more = [a - b for a, b in zip(prices.token, (*prices.token[1:], 0.0), strict=True)]
+    a_page = [round(prices.page / price) for price in prices.token]
+    return TierSizes(shift, tuple(more), tuple(a_page), tuple(policy._even_share(prices)))
 
 
 def _part(pages: float, weights: tuple[float, ...], layer: int) -> int:
     """Pages of one layer where all have `pages` on average: rounded so that they add up."""
     before, until = (int(pages * sum(weights[:n]) + _ALMOST) for n in (layer, layer + 1))
     return until - before
-
-
-def _opened(wanted: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """A layer's `total` pages among its heads' tiers, fp32 `[R, H, t]` each: `(grown, pages)`.
-
-    grown: pages that tiers would have if pages could be split, in proportion to `wanted`. pages: the same, each rounded
-    up, which adds up to `total`; what rounding leaves over goes to whom most is missing. A tier that holds `grown *
-    a_page` tokens by now, and as many more as the request grows, needs its next page once `grown` passes `pages`: at
-    another time in each, so that together they never run ahead of the request.
-    """
-    wanted = wanted * (total / wanted.sum((1, 2), keepdim=True).clamp_min(_ALMOST))
-    scale = torch.linspace(0, 1, _SCALES + 1, device=wanted.device)
-    floor = torch.zeros_like(wanted)
-    floor[..., -1] = 1.0  # no head is left with nothing
-    pages = (wanted[:, None] * scale[:, None, None]).ceil().maximum(floor[:, None]).sum((2, 3))  # [R, S]
-    fits = ((pages <= total).sum(-1) - 1).clamp_min(0)
-    grown = wanted * scale[fits][:, None, None]
-    pages = _pages(wanted, grown.ceil().maximum(floor), total)
-    return torch.where(fits[:, None, None] > 0, grown, torch.minimum(wanted, pages)), pages
-
-
-def _pages(wanted: Tensor, least: Tensor, total: int) -> Tensor:
-    """A layer's `total` pages, shared out among its heads' tiers as they ask for them, none below `least`.
-
-    All fp32 `[R, H, t]`, the result in whole numbers. Fractions go to whom most is missing of a page.
-    """
-    pages, held = wanted.flatten(1), least.flatten(1)
-    pages = pages * (total / pages.sum(-1, keepdim=True).clamp_min(_ALMOST))
-    more, free = (pages - held).clamp_min(0.0), total - held.sum(-1, keepdim=True)
-    more = more * (free / more.sum(-1, keepdim=True).clamp_min(_ALMOST)).clamp(0.0, 1.0)
-    full = (more + _ALMOST).floor()
-    turn = (more - full).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    return (held + full + (turn < free - full.sum(-1, keepdim=True))).view(wanted.shape)
-
-
-def _by_rank(order: Tensor, bounds: Tensor) -> Tensor:
-    """Tier int8 `[R, H, n]` of tokens whose ranks `order` lists, best first: the first whose bound `[R, H, t]` is above
-    the rank.
-    """
-    position = torch.arange(order.shape[-1], device=order.device)
-    tier = (position[:, None] >= bounds[:, :, None]).sum(-1).to(torch.int8)  # by rank
-    tier.masked_fill_(tier == bounds.shape[-1], DROPPED)
-    return torch.empty_like(tier).scatter_(-1, order, tier)
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ class Uniform(Policy):
     """
 
     name: ClassVar[str] = "uniform"
+    positional: ClassVar[bool] = True
 
     format: str = "k8v4"
     window: int = 64

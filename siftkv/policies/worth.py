@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from siftkv.kernels.ranking import LEAST_DISTANT, asked_rows
+
 _MOST_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Attention probabilities that are held at a time: what a cache holds, or enough for few launches."""
-_LEAST_DISTANT = 4
-"""Distant queries from which a token's mean over them is believed."""
 
 
 def mean_squares(q: Tensor, k: Tensor, observe: int, reach: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def mean_squares(q: Tensor, k: Tensor, observe: int, reach: int) -> tuple[Tensor
     length, keys = q.shape[1], k.float().permute(0, 2, 3, 1)
     recent, _ = _mean(q, keys, max(0, length - observe), observe, 1)
     distant, followers = _mean(q, keys, min(reach, length), observe, reach)
-    return recent, torch.where(followers >= _LEAST_DISTANT, distant, recent)
+    return recent, torch.where(followers >= LEAST_DISTANT, distant, recent)
 
 
 def _mean(q: Tensor, keys: Tensor, start: int, most: int, distance: int) -> tuple[Tensor, Tensor]:
@@ -37,10 +37,9 @@ def _mean(q: Tensor, keys: Tensor, start: int, most: int, distance: int) -> tupl
     before them, fp32 `[R, H, n]`, and how many queries that are, int64 `[n]`. keys: fp32 `[R, H, D, n]`.
     """
     requests, heads, _, length = keys.shape
-    total = torch.zeros(requests, heads, length, device=keys.device)
-    position, span = torch.arange(length, device=keys.device), length - start
-    count = min(most, span)
-    row = start + position[:count] * span // max(1, count)
+    total, span = torch.zeros(requests, heads, length, device=keys.device), length - start
+    position, count = torch.arange(length, device=keys.device), min(most, span)
+    row = asked_rows(length, start, most, keys.device)
     chunk = max(1, _MOST_ELEMENTS.get(keys.device.type, 1 << 18) // (requests * q.shape[2] * length))
     for at in range(0, count, chunk):
         visible, own = start + (min(at + chunk, count) - 1) * span // count + 1, row[at : at + chunk]

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from siftkv import SamplingParams, parse_policy
 from siftkv.errors import PolicyError
+from siftkv.kernels.ranking import LEVELS, TierSizes, at_or_above
 from siftkv.policies import Sift
-from siftkv.policies.base import Prices, PromptView
+from siftkv.policies.base import Prices, PromptView, RankedPrompts
+from siftkv.policies.sift import _LATER_FIRST
+from siftkv.policies.sift_shares import Room, by_rank, shares
 from siftkv.policies.worth import mean_squares
 from tests.policies.views import G, attention, view_of
 from tests.tiny import prompt, tiny_llm
@@ -21,7 +24,7 @@ from tests.tiny import prompt, tiny_llm
 PRICES = Prices(token=(110.0, 80.0, 60.0), page=2640.0, slot=0.0, full=256.0)
 TOKENS = torch.tensor([24, 33, 44])
 """A page, in each tier."""
-SMALL = {"window": 8, "sinks": 2, "observe": 16, "reach": 20, "pool": 3, "young": 4, "sample": 1}
+SMALL = {"window": 8, "sinks": 2, "observe": 16, "reach": 20, "pool": 3, "young": 4, "prior": 0.0, "sample": 1}
 
 
 def view(score: torch.Tensor, window: int = 8, sinks: int = 2) -> PromptView:
@@ -66,10 +69,11 @@ def test_the_budget_is_spent_in_full_pages(seed: int, n: int, ratio: float, cont
         assert (spent(found.tier, seen.protected) * 3 > (room - 2) * PRICES.page * 0.97).all(), "pages are full"
     assert found.share is not None
     tiers = (found.share > 0).sum((1, 2))
-    for later in (n + 1, n * 7 // 6, n * 4 // 3, 2 * n):
+    for later in (n + 1, n * 17 // 16, n * 7 // 6, n * 4 // 3, 2 * n):
         cap = (found.share * later).ceil()
         grown = torch.maximum(pages(found.tier, seen.protected), (cap / TOKENS).ceil()).sum((1, 2))
-        at_once = 3 if sharpness > 1 else tiers  # heads that are equal open their pages at the same time
+        at_once = 4 if sharpness > 1 else tiers  # heads that are equal open their pages at the same time
+        at_once = 2 if n + 1 < later <= n * 17 / 16 else at_once
         assert (grown <= room * later / n + at_once).all(), "it never runs ahead of the request"
         assert (grown > (room - tiers - 4) * later / n).all(), "nor far behind"
 
@@ -111,7 +115,7 @@ def test_tiers_begin_at_powers_of_the_contrast_times_the_least_that_stays() -> N
     score = (torch.randn(1, 3, 12000, generator=torch.Generator().manual_seed(2)) * 2).exp()
     policy = Sift(ratio=0.2, contrast=4, **SMALL)
     seen = view(score)
-    tier, worth = policy.sift(seen, PRICES).tier, policy.worth(seen)
+    tier, (worth, _) = policy.sift(seen, PRICES).tier, policy.worth(seen)
     top, high, low = (float(worth[(tier == t) & ~seen.protected].min()) for t in range(3))
     assert high == pytest.approx(4 * low, rel=0.1)
     assert top == pytest.approx(4**3 * low, rel=0.1)
@@ -147,9 +151,29 @@ def test_what_one_query_needs_counts_more_than_what_all_glance_at() -> None:
 
 def test_the_last_tokens_count_as_the_average_at_least() -> None:
     seen = view(torch.cat([torch.ones(1, 2, 180), torch.zeros(1, 2, 20)], -1))
-    worth = Sift(**SMALL | {"young": 12}).worth(seen)
+    worth, _ = Sift(**SMALL | {"young": 12}).worth(seen)
     assert (worth[..., 188:] > 0.5).all()
     assert (worth[..., 182:188] == 0).all()
+
+
+def test_a_prior_keeps_more_tokens_less_precisely() -> None:
+    score = (torch.randn(1, 3, 4000, generator=torch.Generator().manual_seed(8)) * 4).exp()
+    counts, seeds = [], []
+    for prior in (0.0, 0.1):
+        found = Sift(ratio=0.2, **SMALL | {"prior": prior}).sift(view(score), PRICES)
+        counts.append([int((found.tier == t).sum()) for t in range(3)])
+        seeds.append(found.score)
+    assert counts[1][0] + counts[1][1] < counts[0][0] + counts[0][1]
+    assert sum(counts[1]) > 1.05 * sum(counts[0])
+    torch.testing.assert_close(seeds[0], seeds[1])  # what is stored is what was seen
+
+
+def test_stored_scores_are_in_proportion_to_squared_worth_and_in_sum_what_was_measured() -> None:
+    policy, seen = Sift(**SMALL), view(torch.rand(1, 2, 150, generator=torch.Generator().manual_seed(9)) / 99)
+    found, (worth, _) = policy.sift(seen, PRICES), policy.worth(seen)
+    assert found.score is not None
+    torch.testing.assert_close(found.score.sum(-1), seen.score.sum(-1))
+    torch.testing.assert_close(found.score / found.score[..., :1], (worth / worth[..., :1]).square())
 
 
 def test_prompts_of_a_batch_are_sifted_as_they_would_be_alone() -> None:
@@ -160,6 +184,61 @@ def test_prompts_of_a_batch_are_sifted_as_they_would_be_alone() -> None:
         alone = policy.sift(view(score[i : i + 1]), PRICES)
         assert torch.equal(together.tier[i], alone.tier[0])
         torch.testing.assert_close(together.score[i], alone.score[0])  # type: ignore[index]
+
+
+class RankedHere:
+    """`siftkv.kernels.ranking.Ranking` in PyTorch: what a GPU's kernels do."""
+
+    def __init__(self, policy: Sift, views: list[PromptView], width: int) -> None:
+        spread, self.views = [1 + _LATER_FIRST * v.position / v.length for v in views], views
+        ranked = [policy.worth(v)[1] for v in views]
+        self.apart = [(w * s).masked_fill(v.protected, -1.0) for w, s, v in zip(ranked, spread, views, strict=True)]
+        self.above = torch.cat([at_or_above(x, width) for x in self.apart])
+
+    def share_out(self, sizes: TierSizes, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return shares(self.above, sizes, Room(*room))
+
+    def place(self, bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tier = [by_rank(x, bounds[i : i + 1])[0] for i, x in enumerate(self.apart)]
+        return torch.cat(tier, 1), torch.cat([v.score[0] for v in self.views], 1)
+
+
+@pytest.mark.parametrize("lengths", [(900, 40, 300, 150, 1), (700, 500)])
+def test_prompts_of_other_lengths_are_sifted_as_they_would_be_alone(lengths: tuple[int, ...]) -> None:
+    g, policy = torch.Generator().manual_seed(7), Sift(ratio=0.2, **SMALL)
+    prices = replace(PRICES, costs=(1e-4, 1e-3, 3e-4))
+    views = [replace(view((torch.randn(1, 3, n, generator=g) * 2).exp()), layer=1, layers=3) for n in lengths]
+
+    def rank(width: int) -> RankedHere:
+        return RankedHere(policy, views, width)
+
+    found = policy.sift_ranked(RankedPrompts(1, 3, lengths, 3, rank), prices)
+    assert found.share is not None
+    for i, (seen, tier) in enumerate(zip(views, found.tier.split(lengths, 1), strict=True)):
+        alone = policy.sift(seen, prices)
+        assert torch.equal(tier, alone.tier[0])
+        torch.testing.assert_close(found.share[i], alone.share[0])  # type: ignore[index]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), n=st.integers(1, 300))
+def test_levels_count_tokens_of_at_least_so_much_worth(seed: int, n: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    worth = (torch.randn(2, 3, n, generator=g) * 30).exp2().masked_fill(torch.rand(n, generator=g) < 0.2, -1.0)
+    above = at_or_above(worth, LEVELS + 5)
+    assert torch.equal(above[..., 0], (worth >= 0).sum(-1).float())
+    assert not above[..., LEVELS:].any()
+    for level in (1, 900, 1536, 1600, LEVELS - 1):
+        least = 2.0 ** (level / 16 - 96)
+        assert torch.equal(above[..., level], (worth >= least).sum(-1).float()), level
+    assert at_or_above(torch.zeros(1, 1, 4), LEVELS)[0, 0, :2].tolist() == [4, 0]
+
+
+def test_tokens_of_equal_worth_are_kept_as_far_as_the_budget_goes() -> None:
+    policy, seen = Sift(ratio=0.2, **SMALL), view(torch.ones(1, 3, 150))
+    tier = policy.sift(seen, PRICES).tier
+    budget = 0.2 * 150 * PRICES.full - 1.5 * PRICES.page
+    assert 0.9 * budget < float(spent(tier, seen.protected)) <= budget
 
 
 def test_short_prompts_teach_nothing_about_heads() -> None:
@@ -194,6 +273,7 @@ def test_an_engine_holds_the_ratio_while_it_decodes(ratio: float) -> None:
         "sift:contrast=0.5",
         "sift:distant=-1",
         "sift:tilt=-1",
+        "sift:prior=-1",
         "sift:reach=0",
         "sift:young=-1",
         "sift:pool=4",

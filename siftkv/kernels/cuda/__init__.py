@@ -8,6 +8,7 @@ from siftkv.kernels.cuda.rewrite import rewrite
 from siftkv.kernels.cuda.select import select, selects
 from siftkv.kernels.cuda.sift import sift_step
 from siftkv.kernels.cuda.snapshot import snapshot
+from siftkv.kernels.cuda.worth import rank_prompts
 
 DEFERS_FAULTS = True
 
@@ -17,6 +18,7 @@ __all__ = [
     "decode_attention",
     "measure_prompts",
     "prompt_importance",
+    "rank_prompts",
     "refused_layers",
     "release",
     "rewrite",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -19,13 +20,13 @@ from siftkv.kernels.cuda.worklist import aligned_rows, blocks_of, on_device
 from siftkv.kernels.prompts import PromptBatch
 
 _SOURCES = ("ptx.cuh", "importance.cuh", "importance.cu")
-_WARPS, _FINISH_THREADS = 4, 256
-_THREADS = {
-    "pad": _FINISH_THREADS,
+_WARPS, FINISH_THREADS = 4, 256
+THREADS = {
+    "pad": FINISH_THREADS,
     "exponents": 32 * _WARPS,
-    "combine": _FINISH_THREADS,
+    "combine": FINISH_THREADS,
     "attention": 32 * _WARPS,
-    "finish": _FINISH_THREADS,
+    "finish": FINISH_THREADS,
 }
 _KEYS_A_PART = 1024
 """Keys that one block of the first pass sums over: small enough that long rows do not keep the others waiting."""
@@ -40,7 +41,7 @@ _POINTERS = (
 _STRIDES = ("q_token", "q_head", "k_token", "k_head", "lse_head")
 
 
-class _Importance(ctypes.Structure):
+class Importance(ctypes.Structure):
     """`Importance` of `src/importance.cuh`, field by field."""
 
     _fields_ = (
@@ -88,27 +89,34 @@ class _Sizes:
 
 
 @dataclass
-class _Plan:
+class Plan:
     """What is the same in every layer: arguments, grids and work space."""
 
     kernels: dict[str, Kernel]
-    arguments: _Importance
+    arguments: Importance
     grids: dict[str, tuple[int, int]]
     kept: tuple[Tensor, ...]
 
     @staticmethod
-    def of(batch: PromptBatch, heads: int, group: int, dim: int, dtype: torch.dtype) -> _Plan:
+    def of(
+        batch: PromptBatch, heads: int, group: int, dim: int, kernels: dict[str, Kernel], lags: Sequence[int] = ()
+    ) -> Plan:
+        """lags: of each prompt, by how many positions more than one its rows follow the keys that they count for."""
         device, held = batch.table.device, _WARPS * (32 if dim <= 128 else 16)
         counts = [end - start for start, end in zip(batch.row_starts, batch.row_starts[1:], strict=False)]
         sizes = [_Sizes(n, m, group, held) for n, m in zip(batch.lengths, counts, strict=True)]
         padded = (0, *accumulate(s.padded for s in sizes))
         parts = (0, *accumulate(s.key_parts * s.count for s in sizes))
         sums = (0, *accumulate(s.row_parts * s.length for s in sizes))
-        records = [x for b, s in enumerate(sizes) for x in _record(s, batch, b, padded[b], parts[b], sums[b])]
+        records = [
+            x
+            for b, (s, lag) in enumerate(zip(sizes, lags or [0] * len(sizes), strict=True))
+            for x in (*_record(s, batch, b, padded[b], parts[b], sums[b]), lag, 0, 0, 0)
+        ]
         work = {
             "exponents_work": blocks_of(s.pair_tiles * s.key_parts for s in sizes),
             "attention_work": blocks_of(s.key_tiles * s.row_parts for s in sizes),
-            "finish_work": blocks_of(_ceil(n, _FINISH_THREADS) for n in batch.lengths),
+            "finish_work": blocks_of(_ceil(n, FINISH_THREADS) for n in batch.lengths),
         }
         owners = [b for b, s in enumerate(sizes) for _ in range(s.padded // _ROW_QUANTUM)]
         tables, addresses = on_device({"prompts": records, "owners": owners} | work, device)
@@ -124,21 +132,35 @@ class _Plan:
         weight = batch.weight.float().contiguous()
         rows = batch.rows.contiguous()
         given = addresses | spaces | {"rows": rows.data_ptr(), "weight": weight.data_ptr()}
-        arguments = _Importance(*(given.get(name) for name in _POINTERS))
+        arguments = Importance(*(given.get(name) for name in _POINTERS))
         arguments.tokens, arguments.heads, arguments.padded = batch.tokens, heads, padded[-1]
         arguments.keys_a_part = _KEYS_A_PART
         grids = {name.removesuffix("_work"): (len(blocks) // 2, heads) for name, blocks in work.items()}
-        grids |= {"pad": (len(sizes), 1), "combine": (_ceil(padded[-1] * heads * group, _FINISH_THREADS), 1)}
-        plan = _Plan(_kernels(dtype, dim, group, device), arguments, grids, (tables, space, weight, rows))
+        grids |= {"pad": (len(sizes), 1), "combine": (_ceil(padded[-1] * heads * group, FINISH_THREADS), 1)}
+        plan = Plan(kernels, arguments, grids, (tables, space, weight, rows))
         plan.launch("pad")
         return plan
 
     def launch(self, name: str, early: bool = False) -> None:
         self.kernels[name].launch(self.grids[name], self.arguments, early)
 
+    def measure(self, q: Tensor, k: Tensor, lse: Tensor | None) -> None:
+        """Sums of each key's attention, a part of the rows each; arguments as of `measure_prompts`."""
+        q, k, a = aligned_rows(q), aligned_rows(k), self.arguments
+        a.q, a.k, a.lse = q.data_ptr(), k.data_ptr(), None
+        a.q_token, a.q_head, _ = q.stride()
+        a.k_token, a.k_head, _ = k.stride()
+        if lse is None:
+            self.launch("exponents")
+        else:
+            lse = lse if lse.stride(1) == 1 else lse.contiguous()
+            a.lse, a.lse_head = lse.data_ptr(), lse.stride(0)
+        self.launch("combine")
+        self.launch("attention", early=True)
+
 
 def _record(s: _Sizes, batch: PromptBatch, b: int, padded: int, parts: int, sums: int) -> tuple[int, ...]:
-    """`Prompt` of `src/importance.cuh`, field by field."""
+    """`Prompt` of `src/importance.cuh`, field by field up to its lag."""
     rows = batch.row_starts[b], s.count, padded, s.padded, s.rows_a_part, s.row_parts
     return (batch.starts[b], s.length, *rows, parts, sums, s.key_tiles, s.pair_tiles)
 
@@ -150,21 +172,26 @@ def _work_space(sizes: dict[str, int], device: torch.device) -> tuple[Tensor, di
     return space, {name: space.data_ptr() + 4 * at for name, at in zip(sizes, ends, strict=False)}
 
 
-def source(dtype: torch.dtype, dim: int, group: int) -> str:
-    """The whole source, its constants first."""
+def source(dtype: torch.dtype, dim: int, group: int, power: int = 1) -> str:
+    """The whole source, its constants first. power: of the probabilities that are summed."""
     scale = math.log2(math.e) / math.sqrt(dim)
     constants = [
         f"#define MODEL_BF16 {int(dtype == torch.bfloat16)}",
-        f"constexpr int HEAD_DIM = {dim}, GROUP = {group};",
+        f"constexpr int HEAD_DIM = {dim}, GROUP = {group}, POWER = {power};",
         f"constexpr float LOGIT_SCALE = {scale!r}f;",
     ]
     return "\n".join([*constants, read_sources(_SOURCES)])
 
 
+def compiled(text: str, threads: Mapping[str, int], device: torch.device) -> dict[str, Kernel]:
+    """The kernels of a source, by name, each with so many threads a block."""
+    module = Module(compile_cubin(text, architecture(device)))
+    return {name: module.kernel(name, count) for name, count in threads.items()}
+
+
 @lru_cache(maxsize=16)
 def _kernels(dtype: torch.dtype, dim: int, group: int, device: torch.device) -> dict[str, Kernel]:
-    module = Module(compile_cubin(source(dtype, dim, group), architecture(device)))
-    return {name: module.kernel(name, threads) for name, threads in _THREADS.items()}
+    return compiled(source(dtype, dim, group), THREADS, device)
 
 
 def measure_prompts(batch: PromptBatch, q: Tensor, k: Tensor, lse: Tensor | None = None) -> Tensor:
@@ -177,33 +204,30 @@ def measure_prompts(batch: PromptBatch, q: Tensor, k: Tensor, lse: Tensor | None
     256 or no multiple of 8.
     """
     tokens, heads, dim = k.shape
-    if q.dtype != k.dtype or k.dtype not in (torch.bfloat16, torch.float16) or dim > 256 or dim % 8:
-        raise FormatError(f"the GPU kernels measure bf16 or fp16 keys of head_dim up to 256, not {k.dtype} and {dim}")
+    check_measured(q, k)
     if not batch.row_starts[-1] or not tokens:
         return torch.zeros(heads, tokens, dtype=torch.float32, device=k.device)
     plan = _plan(batch, heads, q.shape[1] // heads, dim, k.dtype)
-    q, k = aligned_rows(q), aligned_rows(k)
     out = torch.empty(heads, tokens, dtype=torch.float32, device=k.device)
-    a = plan.arguments
-    a.q, a.k, a.out, a.lse = q.data_ptr(), k.data_ptr(), out.data_ptr(), None
-    a.q_token, a.q_head, _ = q.stride()
-    a.k_token, a.k_head, _ = k.stride()
-    if lse is None:
-        plan.launch("exponents")
-    else:
-        lse = lse if lse.stride(1) == 1 else lse.contiguous()
-        a.lse, a.lse_head = lse.data_ptr(), lse.stride(0)
-    plan.launch("combine")
-    plan.launch("attention", early=True)
+    plan.arguments.out = out.data_ptr()
+    plan.measure(q, k, lse)
     plan.launch("finish", early=True)
     return out
 
 
-def _plan(batch: PromptBatch, heads: int, group: int, dim: int, dtype: torch.dtype) -> _Plan:
+def check_measured(q: Tensor, k: Tensor) -> None:
+    """Raise FormatError unless the kernels measure attention of queries and keys `[..., D]`."""
+    dim = k.shape[-1]
+    if q.dtype != k.dtype or k.dtype not in (torch.bfloat16, torch.float16) or dim > 256 or dim % 8:
+        raise FormatError(f"the GPU kernels measure bf16 or fp16 keys of head_dim up to 256, not {k.dtype} and {dim}")
+
+
+def _plan(batch: PromptBatch, heads: int, group: int, dim: int, dtype: torch.dtype) -> Plan:
     key = ("importance", heads, group, dim, dtype)
-    plan: _Plan | None = batch.scratch.get(key)
+    plan: Plan | None = batch.scratch.get(key)
     if plan is None:
-        plan = batch.scratch[key] = _Plan.of(batch, heads, group, dim, dtype)
+        kernels = _kernels(dtype, dim, group, batch.table.device)
+        plan = batch.scratch[key] = Plan.of(batch, heads, group, dim, kernels)
     return plan
 
 

@@ -4,6 +4,7 @@
 // `pad`:       once a batch, the measured rows of each prompt with an end that counts for nothing, and the weights that follow each.
 // `exponents`: a block takes some (query row, head) pairs of one kv head and a part of the keys, and finds log2 of the sum of their exponentials; where
 // attention has left these sums it is not launched.
+// `attention` sums probabilities, or with POWER 2 their squares, of rows that follow a key by more than the prompt's `lag`.
 // `combine`:   joins the parts of a row. `attention`: a block takes some keys and a part of the rows; since 2^x grows with x, the maximum over a group's
 // heads is taken of exponents, so that one exponential serves the group. `finish`: joins the parts of a key and divides by the rows that follow it.
 // Each sum has one owner and a fixed order, so that results do not differ between runs.
@@ -153,9 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) attention(co
   const Prompt& p = a.prompts[work.x];
   const int* padded_rows = a.padded_rows + p.first_padded;
   const float *weights = a.padded_weight + p.first_padded, *exponents = a.exponent + p.first_padded;
-  int head = blockIdx.y, part = work.y / p.key_tiles, lane = threadIdx.x & 31;
+  int head = blockIdx.y, part = work.y / p.key_tiles, lane = threadIdx.x & 31, lag = p.lag;
   int first = work.y % p.key_tiles * HELD, mine = first + threadIdx.x / 32 * TILES * 16 + (lane >> 2), length = p.length;
-  int low = max_int(part * p.rows_a_part, first_after(padded_rows, p.count, first) / ROWS * ROWS), high = min_int((part + 1) * p.rows_a_part, p.padded);
+  int low = max_int(part * p.rows_a_part, first_after(padded_rows, p.count, first + lag) / ROWS * ROWS), high = min_int((part + 1) * p.rows_a_part, p.padded);
   float sum[TILES][2] = {};
   if (low < high) {
     const u16 *keys = a.k + p.start * a.k_token + head * a.k_head, *queries = a.q + p.start * a.q_token + head * GROUP * a.q_head;
@@ -195,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) attention(co
               best[m][n][j] = g == 0 ? x : fmaxf(best[m][n][j], x);
             }
       }
-      bool edge = padded_rows[from] <= first + HELD - 1;
+      bool edge = padded_rows[from] <= first + HELD - 1 + lag;
 #pragma unroll
       for (int n = 0; n < ROWS / 8; n++) {
         float2 weight = *reinterpret_cast<const float2*>(weights + from + 8 * n + 2 * (lane & 3));
@@ -204,9 +205,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AN_SM) attention(co
         for (int m = 0; m < TILES; m++)
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            float p = exp2_fast(best[m][n][j]) * (j & 1 ? weight.y : weight.x);
-            bool later = !edge || mine + 16 * m + 8 * (j / 2) < (j & 1 ? row.y : row.x);
-            sum[m][j / 2] += later ? p : 0.f;
+            float x = exp2_fast(POWER * best[m][n][j]) * (j & 1 ? weight.y : weight.x);
+            bool later = !edge || mine + lag + 16 * m + 8 * (j / 2) < (j & 1 ? row.y : row.x);
+            sum[m][j / 2] += later ? x : 0.f;
           }
       }
     }

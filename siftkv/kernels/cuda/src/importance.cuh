@@ -18,6 +18,7 @@ struct __align__(16) Prompt {
   int rows_a_part, row_parts;  // of `attention`
   int parts, sums;             // where its partial results begin, in units of [H, group] and [H]
   int key_tiles, pair_tiles;   // blocks that hold all keys, all (row, head) pairs
+  int lag, unused[3];          // a row counts for keys that are more than `lag` positions before it
 };
 
 struct Importance {
