@@ -204,6 +204,7 @@ class PrefillAttention:
         tier: Tensor,
     ) -> None:
         """As `_classify`, where kernels rank the group's tokens; they write `score` themselves."""
+        # `rank_prompts` is not an operation of all bodies: only those that defer faults take prompts of many lengths.
         prompts, kernels = group.prompts, cast(Any, self.cache.kernels)
         rank = partial(kernels.rank_prompts, self.batch, prompts, rule, q=q, k=k, v=v, lse=lse, score=score)
         lengths = self.batch.lengths[prompts.start : prompts.stop]

@@ -30,8 +30,8 @@ POOL_BYTES = 12 << 30
 """Of the whole KV cache, tables and windows included, that throughput is compared at."""
 
 STEPS, BASELINE_STEPS, WARM_UP = 160, 24, 4
-ON_TEXT = "as in SmolLM2 on text"
-SPREADS = (ON_TEXT, "drawn 1:8 evenly", "drawn 1:8 evenly in log")
+ON_TEXT, EVENLY, EVENLY_IN_LOG = "as in SmolLM2 on text", "drawn 1:8 evenly", "drawn 1:8 evenly in log"
+SPREADS = (ON_TEXT, EVENLY, EVENLY_IN_LOG)
 _QUANTILES = (0.04, 0.06, 0.1, 0.17, 0.18, 0.2, 0.3, 0.35, 0.39, 0.45, 0.49, 0.57, 0.64, 0.71, 0.73, 0.81, 0.84, 0.9,
               0.94, 0.98, 1.1, 1.15, 1.2, 1.28, 1.38, 1.42, 1.54, 1.65, 1.77, 1.9, 2.17, 3.03, 4.36)  # fmt: skip
 """Tokens that heads keep by their mean, from the least to the most: 90 heads of SmolLM2-135M after 7,936 tokens, 23 %
@@ -164,7 +164,7 @@ def head_lengths(llm: LLM, how: str, requests: int) -> Tensor:
         place = draw * (len(known) - 1)
         factor = torch.lerp(known[place.floor().long()], known[place.ceil().long()], place.frac())
     else:
-        factor = 1 + 7 * draw if how == SPREADS[1] else 8**draw
+        factor = 1 + 7 * draw if how == EVENLY else 8**draw
     mean = (RATIO * spec.bf16_bytes(CONTEXT) - spec.slot_bytes) / spec.head_slots / spec.layouts[0].bytes_per_token
     lengths = (factor / factor.mean() * mean).long().clamp_max(CONTEXT)
     return lengths.to(llm.cache.state.seen.device)

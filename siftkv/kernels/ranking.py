@@ -20,6 +20,12 @@ LOWEST_OCTAVE = -96
 """Logarithm to base 2 of where the scale begins; what is below counts as level 0."""
 LEAST_DISTANT = 4
 """Distant queries from which a token's mean over them is believed."""
+SCALES = 256
+"""Sizes of a layer that are tried when its pages are shared out."""
+SOON = 17 / 16
+"""Times a prompt's length at which the pages that tiers have opened must fit as they do now."""
+ALMOST = 1e-4
+"""Of a page, or of a byte: what rounding may lack."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from siftkv.errors import PolicyError
 from siftkv.formats import Tier, TierFormat
-from siftkv.kernels.ranking import LEVELS, LEVELS_AN_OCTAVE, TierSizes, WorthRule, at_or_above
+from siftkv.kernels.ranking import ALMOST, LEVELS, LEVELS_AN_OCTAVE, TierSizes, WorthRule, at_or_above
 from siftkv.policies.base import (
     UNLIMITED,
     DecodeRule,
@@ -61,8 +61,6 @@ _LEAST_COST = 1e-7
 """Nats a token, below what can be measured."""
 _LEAST_WEIGHT = 0.3
 """Of a layer that hardly matters on the text that layers are measured on: texts differ."""
-_ALMOST = 1e-4
-"""Of a page: what rounding may lack."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -77,8 +75,7 @@ class Sift(Policy):
         with its tokens; 0 = layers get the same.
     observe, reach, distant, pool: worth is a mean over `observe` recent queries, averaged over `pool` positions (odd),
         and `distant` times one over as many that are at least `reach` positions away. young: last tokens that count as
-        the average at least. prior: of the average mean square, what
-        every token is taken to have in advance.
+        the average at least. prior: of the average mean square, what every token is taken to have in advance.
     window, sinks: recent and first tokens at 16 bits. sample: 1 in so many query rows is measured for the scores of
         decoding. interval: positions between two updates of scores. horizon: observations over which a score is a mean.
     """
@@ -200,7 +197,7 @@ class Sift(Policy):
             share[tier], share[tier + 1] = share[tier] + more, share[tier + 1] - more
         return share
 
-    def _rooms(self, layers: int, length: int, heads: int, prices: Prices) -> list[list[float]]:
+    def _room_of(self, layers: int, length: int, heads: int, prices: Prices) -> list[list[float]]:
         """`Room` of one prompt in every layer, field by field."""
         middle, tiers = max(0, length - self.window - self.sinks), len(prices.token)
         budget, weights = self._bytes(length, prices), self._weights(layers, prices)
@@ -229,7 +226,7 @@ def _rooms(
     policy: Sift, layers: int, lengths: tuple[int, ...], heads: int, prices: Prices, device: torch.device
 ) -> Tensor:
     """Fields of `Room` in every layer, fp32 `[L, 8, R, 1, 1]`."""
-    rows = torch.tensor([policy._rooms(layers, length, heads, prices) for length in lengths])  # [R, L, 8]
+    rows = torch.tensor([policy._room_of(layers, length, heads, prices) for length in lengths])  # [R, L, 8]
     return to_device(rows.permute(1, 2, 0)[..., None, None].contiguous(), device)
 
 
@@ -244,7 +241,7 @@ def _sizes(policy: Sift, prices: Prices) -> TierSizes:
 
 def _part(pages: float, weights: tuple[float, ...], layer: int) -> int:
     """Pages of one layer where all have `pages` on average: rounded so that they add up."""
-    before, until = (int(pages * sum(weights[:n]) + _ALMOST) for n in (layer, layer + 1))
+    before, until = (int(pages * sum(weights[:n]) + ALMOST) for n in (layer, layer + 1))
     return until - before
 
 

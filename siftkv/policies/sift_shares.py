@@ -11,15 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from siftkv.kernels.ranking import LEVELS, TierSizes
+from siftkv.kernels.ranking import ALMOST, LEVELS, SCALES, SOON, TierSizes
 from siftkv.policies.base import DROPPED
-
-_SCALES = 256
-"""Sizes of a layer that are tried at once."""
-_SOON = 17 / 16
-"""Times a prompt's length at which the pages that tiers have opened must fit as they do now."""
-_ALMOST = 1e-4
-"""Of a page, or of a byte: what rounding may lack."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ def _wanted(above: Tensor, sizes: TierSizes, budget: Tensor) -> Tensor:
     fits = (cost > budget[:, 0]).sum(-1, keepdim=True)  # [R, 1]: the first level that the budget has room for
     level = torch.cat([fits, fits - 1], -1).clamp_(0, LEVELS - 1)  # [R, 2]
     least, most = cost.gather(1, level)[..., None, None].unbind(1)
-    spread = ((budget - least) / (most - least).clamp_min(_ALMOST)).clamp_(0.0, 1.0)
+    spread = ((budget - least) / (most - least).clamp_min(ALMOST)).clamp_(0.0, 1.0)
     shifts = _constant(above.device, *sizes.shift).long()
     bars = (level[:, None, :, None] + shifts).flatten(2).expand(-1, above.shape[1], -1)
     least, most = above.gather(-1, bars).unflatten(-1, (2, -1)).unbind(2)
@@ -85,11 +78,11 @@ def _opened(wanted: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     a_page` tokens by now, and as many more as the request grows, needs its next page once `grown` passes `pages`: at
     another time in each, so that together they hardly run ahead of the request; those that are due soon are paid for.
     """
-    wanted = wanted * (total / wanted.sum((1, 2), keepdim=True).clamp_min(_ALMOST))
-    scale = torch.linspace(0, 1, _SCALES + 1, device=wanted.device)
+    wanted = wanted * (total / wanted.sum((1, 2), keepdim=True).clamp_min(ALMOST))
+    scale = torch.linspace(0, 1, SCALES + 1, device=wanted.device)
     least = _constant(wanted.device, 0.0, 0.0, 1.0)  # no head is left with nothing
     fits = torch.ones_like(total[..., 0], dtype=torch.bool)  # [R, S]
-    for later in (1.0, _SOON):
+    for later in (1.0, SOON):
         pages = (wanted[:, None] * (scale * later)[:, None, None]).ceil_().maximum(least).sum((2, 3))
         fits = fits & (pages <= total[..., 0] * later)
     fits = (fits.sum(-1) - 1).clamp_min_(0)[:, None, None]
@@ -105,8 +98,8 @@ def _pages(wanted: Tensor, least: Tensor, total: Tensor) -> Tensor:
     """
     pages, held, total = wanted.flatten(1), least.flatten(1), total[..., 0]
     more, free = (pages - held).clamp_min(0.0), total - held.sum(-1, keepdim=True)
-    more = more * (free / more.sum(-1, keepdim=True).clamp_min(_ALMOST)).clamp(0.0, 1.0)
-    full = (more + _ALMOST).floor()
+    more = more * (free / more.sum(-1, keepdim=True).clamp_min(ALMOST)).clamp(0.0, 1.0)
+    full = (more + ALMOST).floor()
     turn = (more - full).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return (held + full + (turn < free - full.sum(-1, keepdim=True))).view(wanted.shape)
 

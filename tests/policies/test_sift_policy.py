@@ -72,7 +72,7 @@ def test_the_budget_is_spent_in_full_pages(seed: int, n: int, ratio: float, cont
     for later in (n + 1, n * 17 // 16, n * 7 // 6, n * 4 // 3, 2 * n):
         cap = (found.share * later).ceil()
         grown = torch.maximum(pages(found.tier, seen.protected), (cap / TOKENS).ceil()).sum((1, 2))
-        at_once = 4 if sharpness > 1 else tiers  # heads that are equal open their pages at the same time
+        at_once = 3 if sharpness > 1 else tiers  # heads that are equal open their pages at the same time
         at_once = 2 if n + 1 < later <= n * 17 / 16 else at_once
         assert (grown <= room * later / n + at_once).all(), "it never runs ahead of the request"
         assert (grown > (room - tiers - 4) * later / n).all(), "nor far behind"

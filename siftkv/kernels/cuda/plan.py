@@ -38,11 +38,6 @@ _MOST_GROUP = 16
 _COST_UNIT = 16
 _SEGMENT_COST = 64
 """In cost units: what a segment takes beside its blocks."""
-_HEAD_COST = 320
-"""In cost units: what a head takes beside its segments, when its queries are loaded and its result is stored. Without
-it rows that fill up a batch, or short requests beside long ones, pile up on few warps (H200: 11 requests of 8,400
-tokens in a bucket of 16, 8.37 instead of 7.80 ms a step).
-"""
 
 
 @dataclass(frozen=True)
@@ -175,6 +170,13 @@ class Plan:
             *(self._cost(self._tier_stage(tier)) for tier in self.tiers),
         ]
 
+    @property
+    def least_share(self) -> int:
+        """Of the line of cost, that a team gets. `merge` expects a result of every share between a head's first and
+        last block, so none may be so short that no block begins in it.
+        """
+        return 2 * max(self.costs) + _SEGMENT_COST
+
     def source(self) -> str:
         """The whole source, its constants first."""
         folder = Path(__file__).parent / "src"
@@ -207,9 +209,8 @@ class Plan:
             "LOGIT_ROW": self.logit_row,
             "WINDOW_BLOCK": self.window_block,
             "SEGMENT_COST": _SEGMENT_COST,
-            "HEAD_COST": _HEAD_COST,
             "QUANTISED_TIERS": sum(not tier.dense for tier in self.tiers),
-            "LEAST_SHARE": 2 * max(self.costs) + _SEGMENT_COST,
+            "LEAST_SHARE": self.least_share,
             "STAGE_BYTES": self.stage_bytes,
             "STAGES": self.stages,
             "TEAM": self.team_warps,

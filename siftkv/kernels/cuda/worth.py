@@ -18,10 +18,13 @@ from siftkv.kernels.cuda.pages import read_sources
 from siftkv.kernels.cuda.worklist import aligned_rows, blocks_of, on_device
 from siftkv.kernels.prompts import PromptBatch
 from siftkv.kernels.ranking import (
+    ALMOST,
     LEAST_DISTANT,
     LEVELS,
     LEVELS_AN_OCTAVE,
     LOWEST_OCTAVE,
+    SCALES,
+    SOON,
     TierSizes,
     WorthRule,
     asked_rows,
@@ -210,6 +213,8 @@ def source(dtype: torch.dtype, dim: int, group: int, heads: int, pool: int) -> s
     constants = [
         f"constexpr int HEADS = {heads}, POOL = {pool}, LEVELS = {LEVELS}, LEAST_DISTANT = {LEAST_DISTANT};",
         f"constexpr float LOWEST_OCTAVE = {LOWEST_OCTAVE}, LEVELS_AN_OCTAVE = {LEVELS_AN_OCTAVE};",
+        f"constexpr int SCALES = {SCALES};",
+        f"constexpr float ALMOST = {ALMOST!r}f, SOON = {SOON!r}f;",
     ]
     return "\n".join([measuring_source(dtype, dim, group, power=2), *constants, read_sources(("worth.cu",))])
 

@@ -8,7 +8,7 @@ struct Head {
   bool due;
   DEV u64 size(int kind) const {
     if (tokens[kind] == 0) return 0;
-    u64 cost = static_cast<u32>(ceil_div(tokens[kind], block_tokens(kind)) * block_cost(kind) + SEGMENT_COST + (kind == 0 ? HEAD_COST : 0));
+    u64 cost = static_cast<u32>(ceil_div(tokens[kind], block_tokens(kind)) * block_cost(kind) + SEGMENT_COST);
     return cost << 32 | static_cast<u32>(due && keeps_scores(kind) ? tokens[kind] : 0);
   }
 };

@@ -263,10 +263,9 @@ extern "C" __global__ void __launch_bounds__(RANK_THREADS) place(const __grid_co
   }
 }
 
-// What a prompt may take in the layer (`_Room` of `siftkv.policies.sift`).
+// What a prompt may take in the layer (`Room` of `siftkv.policies.sift_shares`).
 struct Room { float budget, pages, middle, growth, each, weight, whole, unknown; };
-constexpr int COLUMNS = HEADS * TIERS, SCALES = 256;
-constexpr float ALMOST = 1e-4f, SOON = 17.f / 16;
+constexpr int COLUMNS = HEADS * TIERS;
 static_assert(SCALES < RANK_THREADS && COLUMNS <= RANK_THREADS, "a thread for each size of a layer, for each tier of each head");
 
 DEV float total_above(const float* above, int width, int level) {
@@ -281,7 +280,7 @@ DEV float sum_of(const float (&x)[COLUMNS]) {
   for (int i = 0; i < COLUMNS; i++) sum += x[i];
   return sum;
 }
-// `_opened` and `_pages` of `siftkv.policies.sift`, in shared memory: what is wanted, in pages, becomes `grown` and `pages`.
+// `_opened` and `_pages` of `siftkv.policies.sift_shares`, in shared memory: what is wanted, in pages, becomes `grown` and `pages`.
 struct Pages {
   float wanted[COLUMNS], grown[COLUMNS], pages[COLUMNS], more[COLUMNS], sums[RANK_WARPS];
   DEV void open(float total) {
@@ -321,7 +320,7 @@ struct Pages {
     __syncthreads();
   }
 };
-// `_shares` of `siftkv.policies.sift`: a block a prompt.
+// `shares` of `siftkv.policies.sift_shares`: a block a prompt.
 extern "C" __global__ void __launch_bounds__(RANK_THREADS) share_out(const __grid_constant__ Worth w) {
   let_successor_start();
   __shared__ Pages p;
