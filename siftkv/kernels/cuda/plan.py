@@ -38,6 +38,8 @@ _MOST_GROUP = 16
 _COST_UNIT = 16
 _SEGMENT_COST = 64
 """In cost units: what a segment takes beside its blocks."""
+_HEAD_COST = 320
+"""And a head: a window of its own, a result to write. Without it short heads pile up on few warps."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class Plan:
             "LOGIT_ROW": self.logit_row,
             "WINDOW_BLOCK": self.window_block,
             "SEGMENT_COST": _SEGMENT_COST,
+            "HEAD_COST": _HEAD_COST,
             "QUANTISED_TIERS": sum(not tier.dense for tier in self.tiers),
             "LEAST_SHARE": self.least_share,
             "STAGE_BYTES": self.stage_bytes,

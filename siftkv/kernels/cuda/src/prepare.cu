@@ -7,9 +7,10 @@ struct Head {
   int slot, tokens[KINDS];
   bool due;
   DEV u64 size(int kind) const {
-    if (tokens[kind] == 0) return 0;
-    u64 cost = static_cast<u32>(ceil_div(tokens[kind], block_tokens(kind)) * block_cost(kind) + SEGMENT_COST);
-    return cost << 32 | static_cast<u32>(due && keeps_scores(kind) ? tokens[kind] : 0);
+    int cost = tokens[kind] > 0 ? ceil_div(tokens[kind], block_tokens(kind)) * block_cost(kind) + SEGMENT_COST : 0;
+    // Behind a head's last block, so that no share between its first and its last is without a block (see `least_share`).
+    if (kind == KINDS - 1) cost += HEAD_COST;
+    return static_cast<u64>(static_cast<u32>(cost)) << 32 | static_cast<u32>(due && keeps_scores(kind) ? tokens[kind] : 0);
   }
 };
 DEV Head head_of(const Arguments& a, int pair) {
