@@ -50,6 +50,11 @@ class Row(BaseModel):
             _split_bar(bar)
         return bar
 
+    @property
+    def limit(self) -> float | None:
+        """The bar's number; None without a bar."""
+        return None if self.bar is None else _split_bar(self.bar)[1]
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool | None:

@@ -202,8 +202,8 @@ def _show_cpu(speeds: list[Speed]) -> None:
     stdout_console().print(table)
 
 
-def finish(name: str, rows: list[Row], data: Any, path: str | None) -> None:
-    """Print how the figures stand against their bars, and write the results file."""
+def finish(name: str, rows: list[Row], data: Any, path: str | None, plot: str | None = None) -> None:
+    """Print how the figures stand against their bars, and write the results file and the picture of its rows."""
     from siftkv.benchmarks.results import ResultsFile
 
     held = [row for row in rows if row.bar is not None]
@@ -215,6 +215,10 @@ def finish(name: str, rows: list[Row], data: Any, path: str | None) -> None:
             value = f"{row.value:.4g}" if isinstance(row.value, (int, float)) else "none"
             table.add_row(row.what, value, row.unit, row.bar, "met" if row.ok else "missed")
         stdout_console().print(table)
+    results = ResultsFile(name=name, command=shlex.join(["siftkv", *sys.argv[1:]]), rows=rows, data=data)
     if path is not None:
-        command = shlex.join(["siftkv", *sys.argv[1:]])
-        ResultsFile(name=name, command=command, rows=rows, data=data).write(path)
+        results.write(path)
+    if plot is not None:
+        from siftkv.benchmarks.row_plots import plot_rows, title_of
+
+        plot_rows(rows, plot, title_of(results))

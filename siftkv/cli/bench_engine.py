@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from siftkv.cli.bench import Json, finish
+from siftkv.cli.bench import Json, Plot, finish
 from siftkv.cli.console import plain_table, say, stdout_console
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def throughput(
         int | None, typer.Option(help="Most requests at a time.  [default: all]", show_default=False)
     ] = None,
     json_file: Json = None,
+    plot: Plot = None,
 ) -> None:
     """Output tokens/s of a Llama-3-8B-shaped model with random weights, at a fixed KV pool, greedy, CUDA graphs on.
 
@@ -65,7 +66,7 @@ def throughput(
         say(f"{found[-1]}")
     full = next((f for f in found if f.kv == "full"), None)
     rows = [row for f in found for row in _throughput_rows(f, full, work)]
-    finish("throughput", rows, [asdict(f) | asdict(work) for f in found], json_file)
+    finish("throughput", rows, [asdict(f) | asdict(work) for f in found], json_file, plot)
 
 
 def _throughput_rows(found: Throughput, full: Throughput | None, work: Workload) -> list[Row]:
@@ -112,13 +113,13 @@ STALL_BAR = 1.1
 """Longest gap between tokens of running requests, by a long prompt's pass and a step."""
 
 
-def prompt(json_file: Json = None) -> None:
+def prompt(json_file: Json = None, plot: Plot = None) -> None:
     """Time prompt passes with and without sifting, and how long a long prompt holds up running requests.
 
     \b
     Examples:
       siftkv bench prompt
-      siftkv bench prompt --json prompt.json
+      siftkv bench prompt --json prompt.json --plot prompt.png
     """
     from siftkv.benchmarks.prompt import run_prompts
     from siftkv.benchmarks.results import Row
@@ -152,4 +153,4 @@ def prompt(json_file: Json = None) -> None:
             bar=f"<= {STALL_BAR}",
         )
     )
-    finish("prompt", rows, [r.as_dict() for r in found] + [asdict(stall)], json_file)
+    finish("prompt", rows, [r.as_dict() for r in found] + [asdict(stall)], json_file, plot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from siftkv.cli.bench import Json, finish
+from siftkv.cli.bench import Json, Plot, finish
 from siftkv.cli.console import plain_table, say, stdout_console
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ KERNEL_BARS = {
 """Least share of the card's read ceiling that decode attention is meant to reach."""
 
 
-def kernels(json_file: Json = None) -> None:
+def kernels(json_file: Json = None, plot: Plot = None) -> None:
     """Time decode attention against what the same card reads in the same run.
 
     \b
     Examples:
       siftkv bench kernels
-      siftkv bench kernels --json kernels.json
+      siftkv bench kernels --json kernels.json --plot kernels.png
     """
     from siftkv.benchmarks.kernels import run_kernels
     from siftkv.benchmarks.results import Row
@@ -53,7 +53,7 @@ def kernels(json_file: Json = None) -> None:
     for r in found:
         table.add_row(r.name, f"{r.milliseconds * 1e3:.1f}", f"{r.gigabytes_per_second:.0f}", f"{r.share:.3f}")
     stdout_console().print(table)
-    finish("kernels", rows, [r.as_dict() for r in found], json_file)
+    finish("kernels", rows, [r.as_dict() for r in found], json_file, plot)
 
 
 STEP_BAR, SIFT_BAR, BOOKKEEPING_BAR = 1.25, 0.05, 0.005
@@ -62,13 +62,13 @@ default interval; most of a step for page bookkeeping.
 """
 
 
-def step(json_file: Json = None) -> None:
+def step(json_file: Json = None, plot: Plot = None) -> None:
     """Time a decode step of a Llama-3-8B shape against reading its bytes, and what bookkeeping takes of it.
 
     \b
     Examples:
       siftkv bench step
-      siftkv bench step --json step.json
+      siftkv bench step --json step.json --plot step.png
     """
     from siftkv.benchmarks import step as bench
     from siftkv.benchmarks.results import Row
@@ -99,16 +99,16 @@ def step(json_file: Json = None) -> None:
     rows.append(Row(what=f"page bookkeeping: {what}", value=share, unit="of the step", bar=f"<= {BOOKKEEPING_BAR}"))
     rows.append(Row(what=f"policy step with moving tokens: {what}", value=whole, unit="of the step"))
     data = {"ceiling": ceiling, "steps": [r.as_dict() for r in found], "sift": asdict(sift), "pages": asdict(pages)}
-    finish("step", rows, data, json_file)
+    finish("step", rows, data, json_file, plot)
 
 
-def manager(json_file: Json = None) -> None:
+def manager(json_file: Json = None, plot: Plot = None) -> None:
     """Play a trace of prompts, decode steps and releases on the GPU's memory manager and on the host's.
 
     \b
     Examples:
       siftkv bench manager
-      siftkv bench manager --json manager.json
+      siftkv bench manager --json manager.json --plot manager.png
     """
     from siftkv.benchmarks import manager as bench
     from siftkv.benchmarks.results import Row
@@ -131,16 +131,16 @@ def manager(json_file: Json = None) -> None:
         rows.append(Row(what=f"{what}: host, {host.threads} threads", value=slow, unit="ms"))
         rows.append(Row(what=f"{what}: GPU against host", value=slow / quick, unit="x"))
     stdout_console().print(table)
-    finish("manager", rows, {"trace": asdict(trace), "gpu": gpu.as_dict(), "host": host.as_dict()}, json_file)
+    finish("manager", rows, {"trace": asdict(trace), "gpu": gpu.as_dict(), "host": host.as_dict()}, json_file, plot)
 
 
-def latency(json_file: Json = None) -> None:
+def latency(json_file: Json = None, plot: Plot = None) -> None:
     """Split a decode step into its parts, and time one request of 4,096 tokens against the full cache.
 
     \b
     Examples:
       siftkv bench latency
-      siftkv bench latency --json latency.json
+      siftkv bench latency --json latency.json --plot latency.png
     """
     from siftkv.benchmarks import latency as bench
     from siftkv.benchmarks.results import Row
@@ -165,7 +165,13 @@ def latency(json_file: Json = None) -> None:
         say(f"{where}: {e.seconds:.3f} s, first token {e.first_token_s:.3f} s")
         rows.append(Row(what=where, value=e.seconds, unit="s"))
         rows.append(Row(what=f"{where}: time", value=e.seconds / full.seconds, unit="of full's"))
-    finish("latency", rows, {"splits": [asdict(s) for s in splits], "requests": [asdict(e) for e in whole]}, json_file)
+    finish(
+        "latency",
+        rows,
+        {"splits": [asdict(s) for s in splits], "requests": [asdict(e) for e in whole]},
+        json_file,
+        plot,
+    )
 
 
 TRIGGER_BAR, TRIGGERS_BAR, TAIL_BAR, FIXED_BAR, PADDED_BAR = 0.7, 0.04, 2.0, 0.95, 2.0
@@ -174,13 +180,13 @@ decode tokens/s by those of `fixed`, and by those of heads that are padded to th
 """
 
 
-def hardkv(json_file: Json = None) -> None:
+def hardkv(json_file: Json = None, plot: Plot = None) -> None:
     """Time Hard-KV's triggers, alone and beside decode steps; decode heads of their own lengths against padded ones.
 
     \b
     Examples:
       siftkv bench hardkv
-      siftkv bench hardkv --json hardkv.json
+      siftkv bench hardkv --json hardkv.json --plot hardkv.png
     """
     from siftkv.benchmarks import hardkv_gpu as bench
     from siftkv.benchmarks.hardkv_trigger import CONTEXT
@@ -216,4 +222,4 @@ def hardkv(json_file: Json = None) -> None:
         for name, other, least in (("fixed", found.fixed, FIXED_BAR), ("padded", found.padded[how], PADDED_BAR)):
             value = own.tokens_per_second / other.tokens_per_second
             rows.append(Row(what=what, value=value, unit=f"x {name}, tokens/s", bar=f">= {least}"))
-    finish("hardkv", rows, found.as_dict(), json_file)
+    finish("hardkv", rows, found.as_dict(), json_file, plot)
