@@ -25,6 +25,10 @@ class NumericsError(SiftKVError):
     """NaN or infinity reached the KV cache of a request."""
 
 
+class PromptFailed(SiftKVError):
+    """A pass over a prompt ended in an error that nobody foresaw: memory ran out, or a policy's own code raised."""
+
+
 class OutOfPages(SiftKVError):
     """The page pool cannot hold what was asked for. Nothing was taken."""
 

@@ -80,7 +80,9 @@ class BoundPolicy:
             if share is not None and own.share is not None:
                 share[..., tier] = own.share[..., index]
         window, sinks = self.policy.window, self.policy.sinks
-        return SlotRule(window, sinks, alpha, cap, own.refresh, own.catch_up, share, own.horizon)
+        rule = SlotRule(window, sinks, alpha, cap, own.refresh, own.catch_up, share, own.horizon)
+        rule.check(spec)
+        return rule
 
     def rows(self, length: int) -> tuple[Tensor, Tensor] | None:
         """Query rows and weights that the policy's importance is measured from, or None."""
@@ -98,6 +100,11 @@ class BoundPolicy:
     def positional(self) -> bool:
         """Whether prompts of any lengths may be classed as one."""
         return self.policy.positional
+
+    @property
+    def padded(self) -> bool:
+        """Whether prompts of different lengths may be classed together, padded to the longest."""
+        return self.policy.padded
 
     @property
     def worth_rule(self) -> WorthRule | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -26,12 +27,13 @@ from siftkv.engine.sampler import NonFiniteLogits, Sampler, SamplingRow
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.engine.scheduler import Admission, Preemption, Scheduler
 from siftkv.engine.sequence import Sequence
-from siftkv.errors import NumericsError, OutOfPages, RequestError
+from siftkv.errors import NumericsError, OutOfPages, PromptFailed, RequestError
 from siftkv.models import Decoder, ModelConfig
 from siftkv.models.fingerprint import model_fingerprint
 from siftkv.policies import Policy
 
 _REMEMBERED_POLICIES = 256
+_log = logging.getLogger("siftkv.engine")
 
 
 class Engine:
@@ -242,9 +244,14 @@ class Engine:
         now = time.perf_counter()
         for sequence in sequences:
             sequence.scheduled = sequence.scheduled or now
-        logits, failures = self.runner.prefill(
-            [s.prompt_ids for s in sequences], [s.slot for s in sequences], [s.policy for s in sequences]
-        )
+        try:
+            logits, failures = self.runner.prefill(
+                [s.prompt_ids for s in sequences], [s.slot for s in sequences], [s.policy for s in sequences]
+            )
+        except (torch.AcceleratorError, AssertionError):  # the device, or what this engine knows of it, is lost
+            raise
+        except Exception as error:
+            return self._after_fault(sequences, error)
         chunks, good, short = [], [], []
         held = self.cache.pages_held(self._slots(sequences)).tolist()
         for row, (sequence, failure) in enumerate(zip(sequences, failures, strict=True)):
@@ -258,6 +265,14 @@ class Engine:
         hopeless = self.scheduler.requeue(short, len(sequences)) if short else []
         chunks += [self.delivery.fail(sequence, self._too_large(sequence)) for sequence in hopeless]
         return chunks + self._next_tokens([sequences[row] for row in good], logits[good])
+
+    def _after_fault(self, sequences: list[Sequence], error: Exception) -> list[StreamChunk]:
+        """Whose prompt raised in a pass is not known: each is tried again by itself. One that is by itself ends."""
+        _log.error("a pass over %d prompts failed", len(sequences), exc_info=error)
+        if len(sequences) > 1:
+            self.scheduler.requeue(sequences, len(sequences))
+            return []
+        return [self.delivery.fail(sequences[0], PromptFailed(f"its prompt could not be processed: {error!r}"))]
 
     def _too_large(self, sequence: Sequence) -> OutOfPages:
         return OutOfPages(

@@ -28,10 +28,10 @@ DROPPED = -1
 
 @dataclass(frozen=True)
 class PromptView:
-    """One layer of `R` prompts of the same length `n` under the same policy, as that policy sees them.
+    """One layer of `R` prompts of the same length `n`, or padded to it, under the same policy, as that policy sees them.
 
     layer: index. score: fp32 `[R, H, n]`, mean attention from later queries (zeros if the policy asked for no rows).
-    protected: bool `[n]`, tokens that stay in the window whatever the policy says.
+    protected: bool `[n]` (`[R, n]` of padded prompts), tokens that stay in the window whatever the policy says.
     q: `[R, n, Hq, D]`, k, v: `[R, n, H, D]`, after RoPE; views that belong to the engine. None where a caller has only
         scores.
     measure: `measure(rows, weight) -> fp32 [R, H, n]`, the importance that other query rows give; arguments as `rows`
@@ -39,6 +39,8 @@ class PromptView:
     rotary: cos and sin, fp32 `[P, D/2]`, of every position of the model. layers: of the model.
     places: int64 `[n]`, positions of the tokens, where several prompts are seen as one (`Policy.positional`); None =
         token `i` stands at position `i`.
+    lengths: of the prompts, where they are padded in front, so that all end together (`Policy.padded`); what stands
+        there is protected and may be anything. None = all are `n` long.
     """
 
     layer: int
@@ -51,6 +53,7 @@ class PromptView:
     rotary: tuple[Tensor, Tensor] | None = None
     layers: int = 1
     places: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
 
     @property
     def length(self) -> int:
@@ -146,6 +149,8 @@ class Policy(ABC):
     positional: ClassVar[bool] = False
     """Whether `classify` looks at each token's layer, position and score alone: prompts of any lengths may be seen as
     one."""
+    padded: ClassVar[bool] = False
+    """Whether `classify` takes prompts of different lengths, padded in front to the longest (`PromptView.lengths`)."""
 
     window: int
     """Recent tokens kept at 16 bits."""
@@ -219,10 +224,13 @@ def _plain(value: object) -> str:
     return "per-head" if isinstance(value, (Sequence, Tensor)) and not isinstance(value, str) else f"{value}"
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise PolicyError unless a setting is a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PolicyError(f"{name}={value!r}: use a whole number of {least} or more")
+def check_whole(name: str, value: object, least: int, most: int = UNLIMITED) -> None:
+    """Raise PolicyError unless a setting is a whole number from `least` to `most`: by default what a cache counts to."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:  # type: ignore[operator]
+        narrow = most < UNLIMITED or (whole and value > most)  # type: ignore[operator]
+        bounds = f"from {least} to {most}" if narrow else f"of {least} or more"
+        raise PolicyError(f"{name}={value!r}: use a whole number {bounds}")
 
 
 def check_window(window: int, sinks: int) -> None:

@@ -18,11 +18,13 @@ _MOST_ELEMENTS = 1 << 24
 """Attention logits that are held at a time."""
 
 POOLINGS = ("max", "avg")
+MOST_POOLED = 1023
+"""Positions that a pool may span: work grows with them."""
 
 
 def check_pool(kernel: int, pooling: str) -> None:
     """Raise PolicyError unless a pool over neighbouring tokens is usable."""
-    check_whole("kernel", kernel, 1)
+    check_whole("kernel", kernel, 1, MOST_POOLED)
     if kernel % 2 == 0:
         raise PolicyError(f"kernel={kernel}: use an odd number of positions, a token and as many on either side")
     if pooling not in POOLINGS:

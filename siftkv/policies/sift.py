@@ -44,6 +44,7 @@ from siftkv.policies.base import (
     check_window,
 )
 from siftkv.policies.importance import sampled_rows
+from siftkv.policies.scores import MOST_POOLED
 from siftkv.policies.sift_shares import Room, by_rank, shares, to_device
 from siftkv.policies.worth import mean_squares, pooled
 
@@ -103,13 +104,14 @@ class Sift(Policy):
 
     def __post_init__(self) -> None:
         check_window(self.window, self.sinks)
-        for name in ("observe", "reach", "pool", "sample", "interval", "horizon"):
+        for name in ("observe", "reach", "sample", "interval", "horizon"):
             check_whole(name, getattr(self, name), 1)
+        check_whole("pool", self.pool, 1, MOST_POOLED)
         check_whole("young", self.young, 0)
         if not 0 < self.ratio <= 1:
             raise PolicyError(f"ratio={self.ratio}: use a share of the 16-bit size, above 0 and at most 1")
-        if not self.contrast >= 1:
-            raise PolicyError(f"contrast={self.contrast}: use 1 or more")
+        if not 1 <= self.contrast < math.inf:
+            raise PolicyError(f"contrast={self.contrast}: use a number of 1 or more")
         for name in ("distant", "tilt", "prior"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PolicyError(f"{name}={getattr(self, name)}: use a number of 0 or more")
