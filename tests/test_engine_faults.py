@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from siftkv import SamplingParams
-from siftkv.errors import PolicyError, PromptFailed
+from siftkv.errors import FormatError, PolicyError, PromptFailed
 from siftkv.policies import parse_policy
 from siftkv.policies.base import Prices, PromptView, Sifted
 from siftkv.policies.diffkv import DiffKV
@@ -69,6 +69,15 @@ def test_a_lost_device_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine.runner, "prefill", lost)
     with pytest.raises(torch.AcceleratorError):
         llm.generate([prompt(20, 20)], GREEDY)
+
+
+def test_layers_are_not_measured_for_a_policy_that_the_pool_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("layers were measured")
+
+    monkeypatch.setattr("siftkv.engine.engine.layer_costs", measured)
+    with pytest.raises(FormatError):
+        tiny_llm(KV).engine.add(prompt(20, 20), GREEDY, parse_policy("sift"))
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,10 @@ class Engine:
         return known
 
     def _bound(self, policy: Policy) -> BoundPolicy:
-        costs = layer_costs(self.runner.decoder, self.tokenizer) if policy.weighs_layers else ()
-        return BoundPolicy(policy, self.cache.spec, costs)
+        bound = BoundPolicy(policy, self.cache.spec)  # refuses what does not fit before layers are measured for it
+        if not policy.weighs_layers:
+            return bound
+        return BoundPolicy(policy, self.cache.spec, layer_costs(self.runner.decoder, self.tokenizer))
 
     def _fingerprint(self) -> str:
         return model_fingerprint(self.runner.decoder)
