@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from siftkv.cli import options
-from siftkv.cli.console import Counter, busy, plain_table, say, size, stdout_console
+from siftkv.cli.console import Counter, busy, check_writable, plain_table, say, size, stdout_console
 from siftkv.data import TEXTS
 from siftkv.errors import SiftKVError
 
@@ -22,9 +22,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure fidelity, speed and servers, and write results files.")
 
-Json = Annotated[str | None, typer.Option("--json", help="Write a results file.", metavar="FILE", show_default=False)]
+
+def _writable(path: str | None) -> str | None:
+    check_writable(path)
+    return path
+
+
+Json = Annotated[
+    str | None,
+    typer.Option("--json", help="Write a results file.", metavar="FILE", show_default=False, callback=_writable),
+]
 Plot = Annotated[
-    str | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).", metavar="FILE", show_default=False)
+    str | None,
+    typer.Option(
+        "--plot", help="Write a picture (.png, .svg, .pdf).", metavar="FILE", show_default=False, callback=_writable
+    ),
 ]
 _TEXT = "A text: a .txt file, a .jsonl file whose 'text' fields are joined, or a shipped story; repeatable."
 _SETTING = "A setting of the KV cache; repeatable."

@@ -8,7 +8,7 @@ import typer
 
 from siftkv.cli import options
 from siftkv.cli.bench import Json, Plot, finish
-from siftkv.cli.console import Counter, busy, check_writable, open_llm, plain_table, stdout_console
+from siftkv.cli.console import Counter, busy, open_llm, plain_table, stdout_console
 from siftkv.data import TEXTS
 
 
@@ -31,8 +31,6 @@ def selection(
       siftkv bench selection
       siftkv bench selection --data a_scandal_in_bohemia --windows 4 --json selection.json --plot selection.png
     """
-    check_writable(json_file)
-    check_writable(plot)
     with busy("Starting"):
         from siftkv.benchmarks import selection as bench
         from siftkv.benchmarks.texts import cut_windows, leading_tokens, read_text, tokenize
@@ -78,8 +76,6 @@ def drift(
       siftkv bench drift
       siftkv bench drift --triggers 20 --budget 256 --json drift.json --plot drift.png
     """
-    check_writable(json_file)
-    check_writable(plot)
     with busy("Starting"):
         from siftkv.benchmarks import drift as bench
         from siftkv.benchmarks.texts import cut_windows, leading_tokens, read_text, tokenize
