@@ -134,10 +134,12 @@ def test_three_quantised_tiers(kernels: str) -> None:
 
 
 def test_shares_grow_with_the_request_and_leave_with_it(kernels: str) -> None:
-    """Caps of ten to fourteen tokens a tier and, in one head, an eighth of the request in its first tier."""
+    """Caps of ten to fourteen tokens a tier and, in one head, pages for an eighth of the request in its first tier."""
     cache, [policy] = small_cache([ThreeTiers()], kernels=kernels)
     generator = torch.Generator().manual_seed(0)
-    slots = [cache.admit(policy.rule) for _ in range(2)]
+    cap, tokens = policy.rule.cap.clone(), cache.spec.layouts[0].tokens
+    cap[1, 1] = torch.tensor([100, 12, 14])
+    slots = [cache.admit(policy.rule), cache.admit(replace(policy.rule, cap=cap))]
     for slot in slots:
         random_prompt(cache, policy, slot, 5, generator)
     share = torch.full((1, 2, 3), torch.inf)
@@ -148,14 +150,14 @@ def test_shares_grow_with_the_request_and_leave_with_it(kernels: str) -> None:
         bound, free = cache.step_page_bound(index), cache.free_pages
         random_step(cache, slots, generator)
         assert free - cache.free_pages <= bound
-        grown = min(10, -(-seen // 8))
+        grown = (seen + 8 * tokens - 1) // (8 * tokens) * tokens
         assert held[0] <= cache.state.lengths[slots[1], 1, 1, 0] <= grown
         if seen == 60:
             slots[1] = cache.swap_in(cache.swap_out(slots[1]))
     cache.check_integrity()
     full = cache.state.lengths[slots[0], 0, 0].tolist()
     assert full == [10, 12, 14]
-    assert cache.state.lengths[slots[1], 1, 1].tolist() == [10, 0, 14]
+    assert cache.state.lengths[slots[1], 1, 1].tolist() == [-(-16 // tokens) * tokens, 0, 14]
     assert cache.state.lengths[slots[1], 0, 1].tolist() == full
     cache.release(slots)
     assert bool(torch.isinf(cache.state.cap_share[cache.admit(policy.rule)]).all())

@@ -14,6 +14,7 @@ from siftkv.kernels import fused, get_kernels, reference
 from siftkv.kernels.cuda import compile as compiler
 from siftkv.kernels.cuda import device
 from siftkv.kernels.cuda.device import GPU
+from siftkv.kernels.cuda.linear_mma import LinearPlan
 from siftkv.kernels.cuda.plan import Plan
 from tests import cuda_sources
 from tests.cuda_sources import EVERY, TYPICAL, cache, elementwise, select
@@ -92,6 +93,24 @@ def test_attention_fits_into_shared_memory(
 def test_linear_layers_fit_into_shared_memory(gpu: tuple[str, GPU]) -> None:
     stages = elementwise.linear_stages(gpu[1])
     assert stages == {227: 6, 163: 5, 99: 3}[gpu[1].block_shared_bytes // KIB]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("columns", "inputs"), [(8, 4096), (16, 4096), (16, 896), (8, 14336), (16, 14336)])
+def test_linear_layers_on_tensor_cores_compile(
+    gpu: tuple[str, GPU], columns: int, inputs: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arch, kind = gpu
+    plan = LinearPlan.of(columns, inputs, kind)
+    if plan is None:  # the library multiplies
+        assert kind.capability < (9, 0) or (kind.block_shared_bytes < 128 * KIB and inputs == 14336)
+        return
+    assert plan.stages(kind) >= 2
+    assert plan.shared_bytes(kind) <= kind.dynamic_shared_bytes
+    assert plan.grid(14336, 33) <= 33 * plan.cluster
+    needs_compiler(arch)
+    monkeypatch.setitem(os.environ, "SIFTKV_CACHE", str(tmp_path))
+    assert compiler.compile_cubin(plan.source(torch.bfloat16, kind), arch)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("metric", ["attention", "snapkv", "accumulated"])

@@ -89,7 +89,11 @@ def test_caps_that_grow_with_the_request_follow_the_model(seed: int) -> None:
 
 def grown_caps(state: CacheState, slot: int, at: tuple[int, int], seen: int) -> list[int]:
     pairs = zip(state.cap[slot][at].tolist(), state.cap_share[slot][at], strict=True)
-    return [cap if share == torch.inf else min(cap, math.ceil(float(share * seen))) for cap, share in pairs]
+    caps = []
+    for (cap, share), layout in zip(pairs, state.layouts, strict=True):
+        pages = math.inf if share == torch.inf else math.ceil(math.ceil(float(share * seen)) / layout.tokens)
+        caps.append(int(min(cap, pages * layout.tokens)))
+    return caps
 
 
 def check_against_model(kv: str | ThreeTiers, seed: int, length: int, share: torch.Tensor | None = None) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from siftkv.benchmarks.standing import stand
 from siftkv.engine.llm import LLM
 from siftkv.kernels import cuda
-from siftkv.kernels.state import UNLIMITED, SelectionRule
+from siftkv.kernels.state import UNLIMITED, CacheState, SelectionRule, table_column
 from siftkv.policies import Policy
 
 CONTEXT = 8192
@@ -50,6 +51,13 @@ def device_ms(work: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end))
 
 
+def _pages_of(state: CacheState, slot: int) -> Tensor:
+    """Numbers of the pages of a request whose tokens are all in the first tier, as many in every head."""
+    count = -(-int(state.lengths[slot, 0, 0, 0]) // state.layouts[0].tokens)
+    nth = torch.arange(count, device=state.pages.device)
+    return state.page_table[slot][:, :, 0, table_column(state.width, 0, nth)].flatten().long()
+
+
 @torch.inference_mode()
 def trigger_cost(llm: LLM, policy: Policy, metric: str) -> TriggerRow:
     """One request alone."""
@@ -62,6 +70,8 @@ def trigger_cost(llm: LLM, policy: Policy, metric: str) -> TriggerRow:
     mask = (torch.rand(*shape, CONTEXT - near, device=seen.device) < _STAYS).to(torch.uint8)
     names = ("lengths", "page_table", "counters", "free_ring")
     kept = {name: getattr(state, name).clone() for name in names}
+    own = _pages_of(state, slot)
+    content = state.pages[own]
 
     def select() -> None:
         before = cuda.snapshot(state, slot)
@@ -80,6 +90,7 @@ def trigger_cost(llm: LLM, policy: Policy, metric: str) -> TriggerRow:
             found.append(device_ms(work))
             for name, tensor in kept.items():
                 getattr(state, name).copy_(tensor)
+            state.pages[own] = content
         return median(found[1:])
 
     lengths_at = state.lengths[slot].clone()

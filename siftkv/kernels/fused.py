@@ -20,8 +20,8 @@ _MANY_ROWS = 64
 """Up to this many rows a CPU is not held up by memory, and PyTorch's operations start faster."""
 
 
-_FEW_ROWS = 2
-"""Up to this many rows a GPU's linear layers are kernels of our own."""
+_FEW_ROWS = 16
+"""Up to this many rows a GPU's linear layers may be kernels of our own."""
 
 
 class _Body(Protocol):

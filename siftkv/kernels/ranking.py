@@ -53,13 +53,15 @@ class TierSizes:
     """What the tiers of a policy with three of them have in common in all prompts (`siftkv.policies.sift`).
 
     shift: levels of each tier's bar above that of the lowest. step: bytes of a token more than in the next tier.
-    a_page: tokens a page. even: shares of a request's tokens where heads cannot be told apart.
+    a_page: tokens a page. even: shares of a request's tokens where heads cannot be told apart. ahead: tokens that the
+    last tier of a head has room for when a prompt has been placed.
     """
 
     shift: tuple[int, ...]
     step: tuple[float, ...]
     a_page: tuple[int, ...]
     even: tuple[float, ...]
+    ahead: float
 
 
 class Ranking(Protocol):

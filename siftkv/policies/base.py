@@ -28,7 +28,7 @@ DROPPED = -1
 
 @dataclass(frozen=True)
 class PromptView:
-    """One layer of `R` prompts of the same length `n`, or padded to it, under the same policy, as that policy sees them.
+    """One layer of `R` prompts of the same length `n`, or padded to it, under one policy, as that policy sees them.
 
     layer: index. score: fp32 `[R, H, n]`, mean attention from later queries (zeros if the policy asked for no rows).
     protected: bool `[n]` (`[R, n]` of padded prompts), tokens that stay in the window whatever the policy says.
@@ -122,8 +122,8 @@ class DecodeRule:
     cap: int64 `[L, H, t]`, tokens that the tier may hold a head; 0 closes it.
     refresh: scores are refreshed every so many positions (0 = never). catch_up: 1 to examine each tier's weakest token
         in every step, not only where a token enters.
-    share: fp32 `[L, H, t]`; a tier holds at most `ceil(share * N)` tokens a head after `N` tokens, and no more than its
-        cap. None = caps do not grow with the request.
+    share: fp32 `[L, H, t]`; a tier holds at most `ceil(share * N)` tokens a head after `N` tokens, rounded up to whole
+        pages, and no more than its cap. None = caps do not grow with the request.
     horizon: how many later queries a score is the mean of, at least 1; an older token's mean forgets what lies further
         back.
     """
@@ -225,7 +225,7 @@ def _plain(value: object) -> str:
 
 
 def check_whole(name: str, value: object, least: int, most: int = UNLIMITED) -> None:
-    """Raise PolicyError unless a setting is a whole number from `least` to `most`: by default what a cache counts to."""
+    """Raise PolicyError unless a setting is a whole number from `least` to `most`: by default all a cache counts."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not least <= value <= most:  # type: ignore[operator]
         narrow = most < UNLIMITED or (whole and value > most)  # type: ignore[operator]

@@ -11,8 +11,10 @@ What decides (measured on SmolLM2 and Qwen2.5-Coder, see docs/policies.md):
   `contrast` cubed in the top tier. So a head whose attention is concentrated keeps fewer tokens than a diffuse one.
 - Layers differ in what the model loses with their tokens (`siftkv.engine.layer_costs` measures it). A layer gets `tilt`
   of its 16-bit size more for each factor e.
-- Bytes are spent in pages. A prompt fills every page that it opens, and no tier opens another one before the request
-  has grown enough to pay for it. Short prompts, with few pages for many tiers, are kept in part pages instead.
+- Bytes are spent in pages. A prompt fills every page that it opens but for room in the last tier, in which the `ahead`
+  tokens that follow need displace nothing: what a question is about is often what no query has wanted so far. No tier
+  opens another page before the request has grown enough to pay for it, and then fills it with what comes. Short
+  prompts, with few pages for many tiers, are kept in part pages instead.
 - While decoding, a head's tiers hold the same shares of what the request has seen: what enters displaces the weakest,
   from tier to tier and out. Scores start from the prompt's and go on learning, the older the observation the less it
   counts.
@@ -77,6 +79,7 @@ class Sift(Policy):
     observe, reach, distant, pool: worth is a mean over `observe` recent queries, averaged over `pool` positions (odd),
         and `distant` times one over as many that are at least `reach` positions away. young: last tokens that count as
         the average at least. prior: of the average mean square, what every token is taken to have in advance.
+    ahead: tokens that follow a prompt for which a head has room before it drops others.
     window, sinks: recent and first tokens at 16 bits. sample: 1 in so many query rows is measured for the scores of
         decoding. interval: positions between two updates of scores. horizon: observations over which a score is a mean.
     """
@@ -96,6 +99,7 @@ class Sift(Policy):
     pool: int = 5
     young: int = 64
     prior: float = 0.003
+    ahead: int = 40
     window: int = 16
     sinks: int = 4
     sample: int = 8
@@ -107,7 +111,8 @@ class Sift(Policy):
         for name in ("observe", "reach", "sample", "interval", "horizon"):
             check_whole(name, getattr(self, name), 1)
         check_whole("pool", self.pool, 1, MOST_POOLED)
-        check_whole("young", self.young, 0)
+        for name in ("young", "ahead"):
+            check_whole(name, getattr(self, name), 0)
         if not 0 < self.ratio <= 1:
             raise PolicyError(f"ratio={self.ratio}: use a share of the 16-bit size, above 0 and at most 1")
         if not 1 <= self.contrast < math.inf:
@@ -238,7 +243,7 @@ def _sizes(policy: Sift, prices: Prices) -> TierSizes:
     shift = (min(LEVELS, round(3 * step)), min(LEVELS, round(step)), 0)
     more = [a - b for a, b in zip(prices.token, (*prices.token[1:], 0.0), strict=True)]
     a_page = [round(prices.page / price) for price in prices.token]
-    return TierSizes(shift, tuple(more), tuple(a_page), tuple(policy._even_share(prices)))
+    return TierSizes(shift, tuple(more), tuple(a_page), tuple(policy._even_share(prices)), float(policy.ahead))
 
 
 def _part(pages: float, weights: tuple[float, ...], layer: int) -> int:

@@ -36,17 +36,20 @@ class Room:
 
 def shares(above: Tensor, sizes: TierSizes, room: Room) -> tuple[Tensor, Tensor]:
     """How many tokens of each head are in each tier or a better one, and how large a share of the tokens that the
-    request has seen each tier may hold later: fp32 `[R, H, 3]` both.
+    request has seen each tier may hold later: fp32 `[R, H, 3]` both. Of its pages the last tier leaves `sizes.ahead`
+    tokens to what comes next.
 
     above: fp32 `[R, H, W]`, see `siftkv.kernels.ranking.at_or_above`.
     """
     a_page, even = (_constant(above.device, *values) for values in (sizes.a_page, sizes.even))
-    held = _wanted(above, sizes, room.budget)
+    ahead = room.whole * sizes.ahead * _constant(above.device, 0.0, 0.0, 1.0)
+    held = _wanted(above, sizes, room.budget - above.shape[1] * sizes.step[-1] * ahead[..., -1:]) + ahead
     grown, pages = _opened(held / a_page, room.pages)
-    grown = (grown * a_page - 0.5).clamp_min(0.0) * room.each  # half a token less, lest rounding open a page
+    grown = torch.maximum(grown * a_page, (pages - 1) * a_page + 1)  # what a tier has opened it may fill
+    grown = (grown - 0.5).clamp_min(0.0) * room.each  # half a token less, lest rounding open a page
     share = torch.where(room.whole > 0, grown, held * room.growth)
     share = torch.where(room.unknown > 0, even * room.weight, share)
-    held = torch.where(room.whole > 0, pages * a_page, held)
+    held = torch.where(room.whole > 0, (pages * a_page - ahead).clamp_min(0.0), held)
     return held.cumsum(-1).minimum(room.middle), share
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning
 from siftkv.cache.page_size import choose_page_bytes
-from siftkv.formats import Tier, TierFormat
+from siftkv.formats import PageLayout, Tier, TierFormat
 from siftkv.kernels import reference
 from siftkv.kernels.reference.attention import tier_tokens
 from siftkv.kernels.reference.tokens import pool_as, weight_addresses
@@ -27,12 +27,18 @@ def hard_cache(
     skips: bool = False,
     lengths: tuple[int, ...] = (3100, 2, 700, 27, 191),
     pages: int = 6000,
+    page_tokens: int | None = None,
+    drops: bool = True,
 ) -> KVCache:
-    """Ragged heads whose older tokens are in the last format, newer ones in the first, some dropped; head 0 of the
-    request of 191 tokens keeps none. A request's slot is its place in `lengths`.
+    """Ragged heads whose older tokens are in the last format, newer ones in the first, some dropped (`drops`); head 0
+    of the request of 191 tokens keeps none. A request's slot is its place in `lengths`. page_tokens: of a page of the
+    first format; None = as an engine chooses.
     """
     dtype = torch.float16 if formats[0] == "fp16" else torch.bfloat16
     tiers = tuple(Tier(TierFormat.parse(name), votes=True, weights=weights) for name in formats)
+    page_bytes = choose_page_bytes(tiers, dim, gpu=True)
+    if page_tokens is not None:
+        page_bytes = -(-page_tokens * PageLayout(tiers[0], dim, 1 << 24).token_bytes // 128) * 128
     spec = CacheSpec(
         LAYERS,
         HEADS,
@@ -44,7 +50,7 @@ def hard_cache(
         4096,
         max_window=WINDOW,
         sink_rows=4,
-        page_bytes=choose_page_bytes(tiers, dim, gpu=True),
+        page_bytes=page_bytes,
         query_rows=QUERIES,
         num_heads=HEADS * group,
         skips=skips,
@@ -56,13 +62,13 @@ def hard_cache(
     cache = KVCache(spec, conditioning, reference)  # type: ignore[arg-type]
     cache.state.pages.random_(0, 256)
     for length in lengths:
-        _fill(cache, length, group)
+        _fill(cache, length, group, 0.5 if drops else 0.0)
     if weights:
         _fill_weights(cache)
     return cache
 
 
-def _fill(cache: KVCache, length: int, group: int) -> None:
+def _fill(cache: KVCache, length: int, group: int, most_dropped: float) -> None:
     spec, shape = cache.spec, (LAYERS, HEADS, len(cache.spec.tiers))
     slot = cache.admit(SlotRule(WINDOW, SINKS, torch.zeros(shape), torch.full(shape, 2**30), 8))
     for layer in range(LAYERS):
@@ -72,13 +78,13 @@ def _fill(cache: KVCache, length: int, group: int) -> None:
         q = torch.randn(length, HEADS * group, spec.head_dim, device="cuda", dtype=spec.dtype) * peaks
         old = torch.arange(length, device="cuda") < length * 2 // 3
         tier = torch.where(old, len(spec.tiers) - 1, 0).expand(HEADS, -1)
-        dropped = torch.rand(HEADS, length, device="cuda") < torch.rand(HEADS, 1, device="cuda") * 0.5
+        dropped = torch.rand(HEADS, length, device="cuda") < torch.rand(HEADS, 1, device="cuda") * most_dropped
         tier = torch.where(dropped, -1, tier)
         if length == 191:
             tier[0] = -1
         score = torch.rand(HEADS, length, device="cuda") ** 4 * 0.02
         cache.store_prompt(layer, slot, k, v, score, tier.to(torch.int8))
-        cache.store_queries(layer, slot, q)
+        cache.store_queries(layer, cache.ring_places([(slot, 0, length)]), q)
     assert cache.finish_prompt(slot, length) is None
 
 

@@ -97,6 +97,16 @@ def test_neighbours_are_told_by_position(pool: int) -> None:
     check_selection(cache, 0, rule_for(cache, "snapkv", 0.7, pool), 0.01)
 
 
+@pytest.mark.parametrize("metric", ["attention", "snapkv"])
+@pytest.mark.parametrize(("page_tokens", "drops", "dim"), [(8, True, 128), (32, True, 64), (64, False, 128)])
+def test_pages_of_any_size_and_tokens_without_gaps(metric: str, page_tokens: int, drops: bool, dim: int) -> None:
+    torch.manual_seed(2)
+    cache = hard_cache(page_tokens=page_tokens, drops=drops, dim=dim, lengths=(3100, 191), pages=8000)
+    assert cache.state.layouts[0].tokens == page_tokens
+    for slot in range(2):
+        check_selection(cache, slot, rule_for(cache, metric), 0.01)
+
+
 @pytest.mark.parametrize("metric", ["attention", "snapkv", "accumulated"])
 def test_everything_stays_when_all_mass_is_asked_for(metric: str) -> None:
     torch.manual_seed(2)

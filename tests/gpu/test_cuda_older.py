@@ -84,7 +84,7 @@ CASES: dict[str, Callable[[], None]] = {
     "linear layers, odd sizes": lambda: fused.test_linear_layers_of_few_rows(1, 1544, 6, torch.float16),
     "projection and rotation": lambda: fused.test_projection_and_rotation_in_one(80, 2, torch.float16),
     "fused, graph": lambda: fused.test_a_graph_replays_them_in_order(),
-    "linear layers, graph": lambda: fused.test_early_launches_in_a_graph_keep_their_order(),
+    "linear layers, graph": lambda: fused.test_early_launches_in_a_graph_keep_their_order(2, 1024, 30),
     "engine, graphs and eager": lambda: engine.test_graphs_and_eager_steps_give_the_same_tokens(),
     "engine, Hard-KV": lambda: hardkv_engine.test_graphs_and_eager_steps_trigger_alike(",format=k8v4"),
 }

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-OUTPUTS, INPUTS, ROWS = 4096, 1024, (8, 64)
+OUTPUTS, INPUTS, ROWS = 4096, 1024, (24, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,12 @@ def test_choices_are_kept_from_start_to_start() -> None:
     products._choices.clear()
     assert prepare(own) == 0
     assert [chosen(own, rows) for rows in (*ROWS, 8192)] == first
+
+
+def test_steps_of_few_rows_are_left_to_kernels_of_our_own() -> None:
+    own = layers(False)
+    assert prepare(own, (2, 8, 24)) > 0
+    assert [rows in products._choices[products._Kind.of(*own[0])].exact for rows in (2, 8, 24)] == [False, False, True]
 
 
 def test_nothing_is_chosen_where_it_is_not_wanted_or_cannot_be_kept(

@@ -7,10 +7,14 @@ import torch
 
 from siftkv import LLM, SamplingParams, parse_policy
 from siftkv.engine.beside import CurrentStream
+from siftkv.engine.cascade import Cascade
 from siftkv.engine.forced import ForcedRow, ForcedRun
 from siftkv.engine.sequence import Sequence
+from siftkv.engine.together import select_together
 from siftkv.kernels import cuda
+from siftkv.kernels.state import UNLIMITED
 from siftkv.models import LoadedModel, ModelConfig, random_model
+from siftkv.policies import HardKV
 from tests.tiny import tiny_tokenizer
 
 pytestmark = [
@@ -37,10 +41,17 @@ def open_llm(kv: str = HARDKV, **settings: object) -> LLM:
     return LLM(model, kv, **(defaults | settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("setting", ["", ",budget=96", ",format=k8v4", ",metric=snapkv", ",metric=rkv,memory=true"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("", ",budget=96", ",format=k8v4", ",metric=snapkv", ",metric=rkv,memory=true", ",layout=max"),
+        *(",select=topk,budget=96,metric=rkv", ",budget=1MiB,format=k8v4"),
+    ],
+)
 def test_graphs_and_eager_steps_trigger_alike(setting: str) -> None:
     kv = HARDKV + setting
-    if "snapkv" in kv:  # pooled scores of random weights are nearly equal: half their mass takes every token
+    # Pooled scores of random weights are nearly equal: half their mass takes every token; and so does the longest head.
+    if "snapkv" in kv or "layout" in kv:
         kv = kv.replace("p=0.5", "p=0.05")
     mixed = [kv, kv, "full", kv, "diffkv"]
     eager = open_llm(kv, enforce_eager=True, check_integrity=True).generate(prompts(), GREEDY, mixed)
@@ -54,6 +65,22 @@ def test_graphs_and_eager_steps_trigger_alike(setting: str) -> None:
     assert graphs[0].kv is not None
     assert graphs[0].kv.tokens_by_tier["dropped"] > 0
     assert llm.cache.free_pages == llm.cache.spec.num_pages
+
+
+@pytest.mark.parametrize("metric", ["attention", "rkv", "accumulated"])
+def test_prompts_that_are_selected_together_keep_what_they_keep_alone(metric: str) -> None:
+    """But for what the order of 16-bit sums changes."""
+    kv = f"{HARDKV},metric={metric}".replace("p=0.5", "p=0.3")
+    llm, first = open_llm(kv), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in (300, 410, 260, 500, 140)]
+    held = []
+    for outs in (llm.generate(ids, first), [llm.generate([own], first)[0] for own in ids]):
+        reports = [out.kv for out in outs if out.kv is not None]
+        assert len(reports) == len(ids)
+        assert all(report.tokens_by_tier["dropped"] > 0 for report in reports)
+        held.append(torch.tensor([report.per_head_tokens for report in reports]).float())
+    assert float((held[0] - held[1]).abs().mean()) < 0.03 * float(held[1].mean())
 
 
 def test_with_p_of_one_it_is_the_full_engine() -> None:
@@ -72,16 +99,19 @@ def test_with_p_of_one_it_is_the_full_engine() -> None:
     assert float((full.exp() * (full - ours)).sum(-1).mean()) < 1e-3
 
 
-@pytest.mark.parametrize("metric", ["attention", "snapkv", "accumulated"])
-def test_the_fused_trigger_keeps_what_the_plain_one_keeps(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused selection may keep a few tokens more, never fewer of any row's share."""
-    kv = f"{HARDKV},metric={metric}"
+@pytest.mark.parametrize(
+    "setting",
+    ["metric=attention", "metric=snapkv", "metric=accumulated", "metric=rkv", "metric=rkv,select=topk,budget=96"],
+)
+def test_the_fused_trigger_keeps_what_the_plain_one_keeps(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' selection may keep a few tokens more, never fewer of any row's share."""
+    kv = f"{HARDKV},{setting}"
     forced = prompts()[0][:-8]  # the last step is none after which a trigger would have to wait for another
     found = []
     for fused in (True, False):
         llm = open_llm(kv)
         if not fused:
-            monkeypatch.setattr(cuda, "selects", lambda *_: False)
+            monkeypatch.setattr(Cascade, "_rule", lambda *_: None)
         run = ForcedRun(llm.engine, [ForcedRow(prompts()[3], forced, parse_policy(kv))])
         logits = torch.stack([x[0].float().log_softmax(-1) for x in run])
         assert run.cascades[0] is not None
@@ -92,6 +122,25 @@ def test_the_fused_trigger_keeps_what_the_plain_one_keeps(metric: str, monkeypat
     assert bool((first.kept.cpu() >= plain.kept.cpu() - 2).all())
     assert float(first.kept.float().mean()) < 1.25 * float(plain.kept.float().mean())
     assert float((expected.exp() * (expected - logp)).sum(-1).mean()) < 0.05
+
+
+@pytest.mark.parametrize("setting", ["metric=rkv,format=k8v4", "metric=rkv,select=topk,budget=96,layout=max"])
+def test_the_host_does_not_wait_for_selections_that_no_kernel_serves(setting: str) -> None:
+    kv = f"{HARDKV},{setting}"
+    llm = open_llm(kv)
+    bound, policy = llm.engine.bind(llm.kv), llm.kv
+    assert isinstance(policy, HardKV)
+    sequence = one(llm)
+    until_selecting(llm, 0)
+    sources = tuple(reversed(bound.pool_tiers))
+    for mode in ("default", "error"):  # what is copied to the device once is there the second time
+        before = cuda.snapshot(llm.cache.state, sequence.slot)
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            select_together(before, 0, policy, sources, sequence.seen, UNLIMITED)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    llm.engine.abort("r0")
 
 
 def one(llm: LLM, tokens: int = 80) -> Sequence:

@@ -24,7 +24,17 @@ from tests.tiny import prompt, tiny_llm
 PRICES = Prices(token=(110.0, 80.0, 60.0), page=2640.0, slot=0.0, full=256.0)
 TOKENS = torch.tensor([24, 33, 44])
 """A page, in each tier."""
-SMALL = {"window": 8, "sinks": 2, "observe": 16, "reach": 20, "pool": 3, "young": 4, "prior": 0.0, "sample": 1}
+SMALL = {
+    "window": 8,
+    "sinks": 2,
+    "observe": 16,
+    "reach": 20,
+    "pool": 3,
+    "young": 4,
+    "prior": 0.0,
+    "ahead": 0,
+    "sample": 1,
+}
 
 
 def view(score: torch.Tensor, window: int = 8, sinks: int = 2) -> PromptView:
@@ -55,18 +65,23 @@ def pages(tier: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
     ratio=st.floats(0.1, 0.4),
     contrast=st.floats(1, 30),
     sharpness=st.floats(0, 4),
+    ahead=st.sampled_from([0, 20, 60]),
 )
-def test_the_budget_is_spent_in_full_pages(seed: int, n: int, ratio: float, contrast: float, sharpness: float) -> None:
+def test_the_budget_is_spent_in_full_pages_but_for_room_for_what_follows(
+    seed: int, n: int, ratio: float, contrast: float, sharpness: float, ahead: int
+) -> None:
     g = torch.Generator().manual_seed(seed)
     score = (torch.randn(2, 3, n, generator=g) * sharpness).exp()
-    policy, seen = Sift(ratio=ratio, contrast=contrast, **SMALL), view(score)
+    policy, seen = Sift(ratio=ratio, contrast=contrast, **SMALL | {"ahead": ahead}), view(score)
     found = policy.sift(seen, PRICES)
+    free = 3 * ahead * PRICES.token[2] * (ratio * n * PRICES.full >= 3 * PRICES.page)  # else part pages are free
     room = 3 * ratio * n * PRICES.full / PRICES.page
     used = pages(found.tier, seen.protected).sum((1, 2))
     assert (used <= room).all()
     if ratio * PRICES.full < 0.9 * PRICES.token[2]:  # else pages are wanted for which there are no tokens
-        assert (used > room - 2).all()
-        assert (spent(found.tier, seen.protected) * 3 > (room - 2) * PRICES.page * 0.97).all(), "pages are full"
+        filled = spent(found.tier, seen.protected) * 3 + free
+        assert (used * PRICES.page > room * PRICES.page - 2 * PRICES.page - free).all()
+        assert (filled > (room - 2) * PRICES.page * 0.97).all(), "pages are full"
     assert found.share is not None
     tiers = (found.share > 0).sum((1, 2))
     for later in (n + 1, n * 17 // 16, n * 7 // 6, n * 4 // 3, 2 * n):
@@ -76,6 +91,20 @@ def test_the_budget_is_spent_in_full_pages(seed: int, n: int, ratio: float, cont
         at_once = 2 if n + 1 < later <= n * 17 / 16 else at_once
         assert (grown <= room * later / n + at_once).all(), "it never runs ahead of the request"
         assert (grown > (room - tiers - 4) * later / n).all(), "nor far behind"
+
+
+def test_what_follows_a_prompt_displaces_nothing_while_there_is_room_ahead() -> None:
+    score = (torch.randn(1, 3, 600, generator=torch.Generator().manual_seed(4)) * 2).exp()
+    seen = view(score)
+    found = Sift(ratio=0.2, **SMALL | {"ahead": 30}).sift(seen, PRICES)
+    assert found.share is not None
+    held = ((found.tier == 2) & ~seen.protected).sum(-1)
+    cap = ((found.share[..., 2] * 601).ceil() / TOKENS[2]).ceil() * TOKENS[2]
+    assert (cap - held >= 30).all()
+    assert (cap - held < 30 + TOKENS[2]).all()
+    assert int(cap.sum()) / int(TOKENS[2]) == int(pages(found.tier, seen.protected)[..., 2].sum()) + int(
+        (held % TOKENS[2] + 30 > TOKENS[2]).sum()
+    )
 
 
 def test_short_prompts_are_kept_in_part_pages_by_every_head() -> None:
@@ -276,6 +305,7 @@ def test_an_engine_holds_the_ratio_while_it_decodes(ratio: float) -> None:
         "sift:prior=-1",
         "sift:reach=0",
         "sift:young=-1",
+        "sift:ahead=-1",
         "sift:pool=4",
         "sift:high=k4v2,low=k4v4",
         "sift:horizon=0",

@@ -28,7 +28,7 @@ _REFRESH_LAYERS = 4
 _POINTERS = (
     *("slots", "q", "k", "v", "out", "pages", "table", "lengths", "window_k", "window_v", "window_score"),
     *("seen", "window_start", "sinks", "refresh", "horizon", "signs", "bias", "pairs", "rank"),
-    *("trig", "near", "turns"),
+    *("trig", "near", "runs", "turns"),
     *("query", "bias_query", "query_sum", "segments", "line", "partial_max", "partial_sum", "partial_out", "logits"),
     *("queries", "page_skip"),
 )
@@ -89,7 +89,7 @@ class CudaAttention:
         constants = {"bias": c.bias, "pairs": c.pairs, "rank": c.rank}
         if c.rotates:
             constants["signs"] = hadamard_signs(c)
-        constants |= bias_tables(c) if c.has_bias else {}
+        constants |= bias_tables(c, self.plan.run_rows) if c.has_bias else {}
         names = ["pages", "lengths", "window_k", "window_v", "window_score", "seen", "window_start", "sinks", "refresh"]
         names += ["horizon", "queries", "page_skip"]
         return constants | {name: getattr(state, name) for name in names} | {"table": state.page_table}

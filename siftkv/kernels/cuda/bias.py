@@ -8,8 +8,11 @@ from torch import Tensor
 from siftkv.kernels.state import Conditioning
 from siftkv.kernels.turns import exact_turns
 
-NEAR = 128
-"""Positions that tokens may lie behind an anchor."""
+NEAR = 256
+"""Distances from an anchor that have a row of factors."""
+
+TURNS = 256
+"""A position's turn is that of its remainder by this and that of the multiple below."""
 
 
 def bias_blocks(c: Conditioning) -> int:
@@ -18,18 +21,35 @@ def bias_blocks(c: Conditioning) -> int:
 
 
 def turn_rows(c: Conditioning) -> int:
-    """Rows of a head's `turns`: distances below `NEAR`, then positions that are multiples of it."""
-    return NEAR + -(-c.cos.shape[0] // NEAR)
+    """Rows of a head's `turns`: positions below `TURNS`, then multiples of it."""
+    return TURNS + -(-c.cos.shape[0] // TURNS)
 
 
-def bias_tables(c: Conditioning) -> dict[str, Tensor]:
-    """`trig` of `src/state.cuh` and, where turns are steady, `near` and `turns`."""
-    tables = {"trig": _parts(torch.stack([c.cos, c.sin], -1), -2)}
-    if c.rates is not None:
-        low = _of_heads(c, *exact_turns(c.rates, 1.0, NEAR))
-        high = _of_heads(c, *exact_turns(c.rates * NEAR, float(c.cos[0].mean()), turn_rows(c) - NEAR))
-        tables |= {"near": _parts(low, -3), "turns": torch.cat([low, high], 2)}
-    return tables
+def bias_tables(c: Conditioning, run_rows: int) -> dict[str, Tensor]:
+    """`trig` of `src/state.cuh` and, where turns are steady, `near`, `runs` and `turns`, and biases times the size of
+    the rotary tables, which these have not. run_rows: positions that `runs` has, a multiple of 16.
+    """
+    if c.rates is None:
+        return {"trig": _parts(torch.stack([c.cos, c.sin], -1))}
+    trig = torch.stack(exact_turns(c.rates, 1.0, c.cos.shape[0]), -1)
+    low = _of_heads(c, *exact_turns(c.rates, 1.0, TURNS))
+    high = _of_heads(c, *exact_turns(c.rates * TURNS, 1.0, turn_rows(c) - TURNS))
+    near = _parts(_of_heads(c, *exact_turns(c.rates, 1.0, NEAR)))
+    return {
+        "bias": c.bias * c.cos[0].mean(),
+        "trig": _parts(trig),
+        "near": near,
+        "turns": torch.cat([low, high], 2),
+        "runs": _runs(near[:, :, :run_rows], low[:, :, 16 : run_rows + 1 : 16]),
+    }
+
+
+def _runs(near: Tensor, steps: Tensor) -> Tensor:
+    """Rows of `near` and some of `turns` as bytes `[L, H, n]`: operands of two tokens and two pairs a lane, high parts
+    before what rounding left, block by block; then the turns.
+    """
+    operands = near.unflatten(2, (-1, 2)).permute(0, 1, 4, 7, 2, 5, 6, 3, 8)
+    return torch.cat([x.contiguous().flatten(2).view(torch.uint8) for x in (operands, steps)], 2)
 
 
 def _of_heads(c: Conditioning, cos: Tensor, sin: Tensor) -> Tensor:
@@ -42,7 +62,7 @@ def _of_heads(c: Conditioning, cos: Tensor, sin: Tensor) -> Tensor:
     return chosen.unflatten(3, (blocks, 2, 4)).transpose(4, 5).contiguous()
 
 
-def _parts(table: Tensor, dim: int) -> Tensor:
-    """The nearest fp16 numbers, then what their rounding left, along a new dimension."""
+def _parts(table: Tensor) -> Tensor:
+    """`[..., 2]`: the nearest fp16 numbers, then what their rounding left: `[..., 2, 2]`."""
     high = table.half()
-    return torch.stack([high, (table - high.float()).half()], dim).contiguous()
+    return torch.stack([high, (table - high.float()).half()], -2).contiguous()

@@ -17,6 +17,10 @@ _PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
 
+_CLUSTER_DIMENSION = 4
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
+
+
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute, whose value is a union of 64 bytes."""
 
@@ -77,6 +81,16 @@ class Kernel:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None)
         _check(status, f"launch {self._name}")
+
+    def clusters(self, size: int) -> int:
+        """Clusters of `size` blocks that a GPU runs at once. Raises SiftKVError when the driver refuses."""
+        config = _Config(size, 1, 1, self._threads, 1, 1, self._shared, None)
+        attribute = _Attribute(id=_CLUSTER_DIMENSION, value=size, _rest=(ctypes.c_int * 15)(1, 1))
+        config.attributes, config.count = ctypes.pointer(attribute), 1
+        count = ctypes.c_int()
+        status = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+        _check(status, f"count the clusters of {self._name}")
+        return count.value
 
 
 class Module:

@@ -16,7 +16,7 @@ from siftkv.kernels.cuda.driver import Kernel, Module
 from siftkv.kernels.cuda.pages import read_sources
 from siftkv.kernels.reference import elementwise as reference
 
-_SOURCES = ("ptx.cuh", "elementwise.cu", "linear.cu", "step.cu")
+_SOURCES = ("ptx.cuh", "values.cuh", "elementwise.cu", "linear.cuh", "linear.cu", "step.cu")
 _THREADS = {
     "rms_norm": 512,
     "add_rms_norm": 512,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from siftkv.errors import FormatError
-from siftkv.kernels.cuda.bias import NEAR, bias_blocks, turn_rows
+from siftkv.kernels.cuda.bias import NEAR, TURNS, bias_blocks, turn_rows
 from siftkv.kernels.cuda.device import gpu_of
 from siftkv.kernels.cuda.tiers import TierPlan, align, check_format
 from siftkv.kernels.state import CacheState
@@ -31,9 +31,13 @@ _READ_PAST_END = 1024
 """Bytes behind the last stage: a tile of 32 tokens may read, and ignore, what stands behind a page."""
 
 _SOURCES = (
-    *("ptx.cuh", "state.cuh", "online.cuh", "bias.cuh", "quantised.cuh", "dense.cuh"),
+    *("ptx.cuh", "state.cuh", "bias.cuh", "online.cuh", "quantised.cuh", "dense.cuh"),
     *("prepare.cu", "attend.cu", "merge.cu"),
 )
+_RUN_ROWS = (64, 32)
+"""Positions of a run whose factors may stand in shared memory: two tiles of tokens share coefficients, or one has its
+own."""
+
 _MOST_GROUP = 16
 _COST_UNIT = 16
 _SEGMENT_COST = 64
@@ -77,7 +81,7 @@ class Plan:
 
     @cached_property
     def tiers(self) -> tuple[TierPlan, ...]:
-        return tuple(TierPlan(layout) for layout in self.state.layouts)
+        return tuple(TierPlan(layout, self.bias_blocks > 0) for layout in self.state.layouts)
 
     @property
     def columns(self) -> int:
@@ -88,16 +92,30 @@ class Plan:
     def bias_blocks(self) -> int:
         return bias_blocks(self.state.conditioning)
 
+    @cached_property
+    def run_rows(self) -> int:
+        """Positions of a run whose factors stand in shared memory: as many as fit beside the stages."""
+        if not self.bias_blocks or self.state.conditioning.rates is None:
+            return 0
+        left = self._room - self.teams * self.stages * (self.stage_bytes + _NOTE_BYTES)
+        return next((rows for rows in _RUN_ROWS if self._run_bytes(rows) <= left), 0)
+
+    @property
+    def _run_heads(self) -> int:
+        """Heads whose factors of runs stand in shared memory: a multiprocessor's shares rarely have more."""
+        return min(2, self.state.lengths.shape[2])
+
+    def _run_bytes(self, rows: int) -> int:
+        return self._run_heads * self.bias_blocks * (rows * 64 + rows // 16 * 64)
+
     @property
     def _dense_row(self) -> int:
         return 2 * self.dim + 16
 
     def _tier_stage(self, tier: TierPlan) -> int:
         if tier.layout.tier.weights:
-            return tier.weight_stage + tier.position_bytes
-        if tier.dense:
-            return 2 * tier.layout.tokens * self._dense_row
-        return tier.code_bytes + (tier.position_bytes if self.bias_blocks else 0)
+            return tier.weight_stage + tier.row_bytes
+        return 2 * tier.layout.tokens * self._dense_row if tier.dense else tier.copied_bytes
 
     @cached_property
     def window_block(self) -> int:
@@ -159,7 +177,8 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the attention kernel."""
-        return self.teams * self.stages * (self.stage_bytes + _NOTE_BYTES) + _READ_PAST_END
+        stages = self.teams * self.stages * (self.stage_bytes + _NOTE_BYTES)
+        return stages + _READ_PAST_END + self._run_bytes(self.run_rows)
 
     def _cost(self, nbytes: int) -> int:
         return -(-nbytes // _COST_UNIT)
@@ -175,7 +194,14 @@ class Plan:
     @property
     def least_share(self) -> int:
         """Of the line of cost, that a team gets. `merge` expects a result of every share between a head's first and
-        last block, so none may be so short that no block begins in it.
+        last block, so none may be so short that no block begins in it: a block and a segment's own cost.
+        """
+        return max(self.costs) + _SEGMENT_COST
+
+    @property
+    def pair_share(self) -> int:
+        """Of the line of cost, that a team gets where there is more than `least_share` for each: two blocks, since
+        shares between one block and two would give some teams two all the same.
         """
         return 2 * max(self.costs) + _SEGMENT_COST
 
@@ -201,6 +227,9 @@ class Plan:
             "HADAMARD_BLOCK": dim & -dim if c.rotates else 1,
             "BIAS_BLOCKS": self.bias_blocks,
             "NEAR": NEAR,
+            "TURNS": TURNS,
+            "RUN_ROWS": self.run_rows,
+            "RUN_HEADS": self._run_heads,
             "TURN_ROWS": turn_rows(c),
             "STEADY_TURNS": int(c.rates is not None),
             "PAIRS": c.pairs.shape[-1],
@@ -214,6 +243,7 @@ class Plan:
             "HEAD_COST": _HEAD_COST,
             "QUANTISED_TIERS": sum(not tier.dense for tier in self.tiers),
             "LEAST_SHARE": self.least_share,
+            "PAIR_SHARE": self.pair_share,
             "STAGE_BYTES": self.stage_bytes,
             "STAGES": self.stages,
             "TEAM": self.team_warps,

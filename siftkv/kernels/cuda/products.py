@@ -29,6 +29,7 @@ from siftkv.errors import SiftKVError
 from siftkv.kernels.cuda import cublas
 from siftkv.kernels.cuda.choices import ChoiceFile
 from siftkv.kernels.cuda.cublas import Algorithm, Product, product
+from siftkv.kernels.cuda.linear import takes_rows
 from siftkv.kernels.cuda.measure import fastest
 
 Linear = tuple[Tensor, Tensor | None]
@@ -178,7 +179,7 @@ def prepare(layers: Iterable[Sequence[Linear]], head: Linear, rows: Sequence[int
         return 0.0
     begin = time.perf_counter()
     jobs = [_Job(kind, count, exact) for count, exact in _order(rows) for kind in kinds]
-    jobs = [job for job in jobs if job.exact or job.kind != _Kind.of(*head)]
+    jobs = [job for job in jobs if _is_needed(job, kinds[job.kind][0][0], job.kind == _Kind.of(*head))]
     missing = [job for job in jobs if not stored.knows(job.kind.text, job.rows_text)]
     for job in missing:
         in_time = time.perf_counter() - begin < _MOST_SECONDS
@@ -192,6 +193,11 @@ def prepare(layers: Iterable[Sequence[Linear]], head: Linear, rows: Sequence[int
     seconds = time.perf_counter() - begin if missing else 0.0
     _logger.info("algorithms of %d products measured in %.1f s", len(missing), seconds)
     return seconds
+
+
+def _is_needed(job: _Job, weight: Tensor, is_head: bool) -> bool:
+    """Prompts ask for the logits of few tokens, and steps of few rows have kernels of their own."""
+    return not takes_rows(job.rows, weight) if job.exact else not is_head
 
 
 def _order(rows: Sequence[int]) -> list[tuple[int, bool]]:

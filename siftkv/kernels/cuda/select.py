@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,21 +14,40 @@ from siftkv.formats import PageLayout
 from siftkv.kernels.cuda.compile import architecture, compile_cubin
 from siftkv.kernels.cuda.device import gpu_of
 from siftkv.kernels.cuda.driver import Kernel, Module
-from siftkv.kernels.cuda.pages import CacheArguments, CacheKernels, cache_constants, read_sources
+from siftkv.kernels.cuda.pages import cache_constants, read_sources
+from siftkv.kernels.cuda.select_arguments import arguments
 from siftkv.kernels.state import CacheState, Selection, SelectionRule
 
 METRICS = ("attention", "snapkv", "accumulated")
 """Metrics that `select` knows."""
 
-_SOURCES = (
-    *("ptx.cuh", "cache.cuh", "token.cuh", "select.cuh", "stream.cuh", "pool.cuh", "decide.cuh", "survey.cuh"),
-    "select.cu",
-)
+_FIRST = ("ptx.cuh", "cache.cuh", "token.cuh", "select.cuh", "rows.cuh")
+_COMMON = ("bars.cuh", "scores.cuh", "decide.cuh")
+
+
+def _sources(paged: bool, pooled: bool) -> tuple[str, ...]:
+    if not paged:
+        beside = ("stream.cuh", "histogram.cuh", "shared.cuh", "pool.cuh")
+        return (*_FIRST, *beside, *_COMMON, "survey.cuh", "select.cu")
+    pools = ("reach.cuh",) if pooled else ()
+    return (
+        *_FIRST,
+        "keys.cuh",
+        "histogram.cuh",
+        "shared.cuh",
+        *_COMMON,
+        *pools,
+        "warpgroups.cuh",
+        "surveys.cuh",
+        "ballots.cuh",
+        "select_paged.cu",
+    )
 
 
 class _Shape(NamedTuple):
     """Teams of warps a block, tiles of 16 rows a warp, tiles of keys that a team has on their way, keys a tile, and
-    counters of a bucket, which keep lanes from waiting for each other.
+    counters of a bucket, which keep lanes from waiting for each other. paged: tiles are whole pages, which tensor maps
+    bring, and teams share what is on its way.
     """
 
     teams: int
@@ -37,11 +55,16 @@ class _Shape(NamedTuple):
     stages: int
     keys: int
     counters: int
+    paged: bool = False
 
     @property
     def threads(self) -> int:
-        """Threads of a block: teams that hold 128 rows each, and four warps that copy keys for them."""
-        return self.teams * 32 * _ROWS // (16 * self.held) + 128
+        """Threads of a block: teams that hold 128 rows each, and the warps that copy keys for them."""
+        return self.readers + (32 if self.paged and self.teams == 1 else 128)
+
+    @property
+    def readers(self) -> int:
+        return self.teams * 32 * _ROWS // (16 * self.held)
 
 
 _PLAIN = (_Shape(2, 2, 4, 32, 4), *(_Shape(1, 2, 3, 32, counters) for counters in (4, 2)))
@@ -49,6 +72,9 @@ _HOPPER = {False: _Shape(3, 2, 5, 32, 4), True: _Shape(1, 1, 4, 64, 8)}
 """Best first; shared memory decides. Warpgroups multiply for Hopper's: without pools and with them, where tiles are
 larger for what they read of their neighbours'.
 """
+
+_PAGED = {False: _Shape(2, 1, 7, 64, 4, True), True: _Shape(2, 1, 8, 64, 4, True)}
+"""Hopper's where all candidates are dense: without pools and with them."""
 
 _SCORES = 0x7801
 """Scores that there are, each with a counter."""
@@ -59,19 +85,6 @@ _MOST_REACH = 4
 _ROWS = 128
 _SHARED_STEP = 128
 _HEAD_BYTES = 128
-
-_POINTERS = ("queries", "keep", "kept", "covered", "tally")
-
-
-class _Select(ctypes.Structure):
-    """`Select` of `src/select.cuh`, field by field."""
-
-    _fields_ = (
-        ("cache", CacheArguments),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int) for name in ("slot", "columns", "budget")),
-        ("p", ctypes.c_float),
-    )
 
 
 def selects(state: CacheState, rule: SelectionRule) -> bool:
@@ -97,13 +110,23 @@ def _shape(state: CacheState, rule: SelectionRule) -> _Shape | None:
     reach, by_score = _kind(rule)
     gpu = gpu_of(state.pages.device)
     shapes = ((_HOPPER[reach > 0],) if gpu.capability == (9, 0) else ()) + _PLAIN
+    if gpu.capability == (9, 0) and _is_paged(state, rule):
+        shapes = (_PAGED[reach > 0], *shapes)
     least = 4 * _SCORES if by_score else 0
     fit = (
         x
         for x in shapes
-        if _shared_bytes(state, rule, x) <= gpu.dynamic_shared_bytes and _scratch_bytes(state, rule, x) >= least
+        if _shared_bytes(state, rule, x) <= gpu.dynamic_shared_bytes
+        and (x.paged or _scratch_bytes(state, rule, x) >= least)
     )
     return next(fit, None)
+
+
+def _is_paged(state: CacheState, rule: SelectionRule) -> bool:
+    """Whether candidates are dense tokens of pages that tiles of keys are made of."""
+    layouts, dim = [state.layouts[tier] for tier in rule.sources], state.window_k.shape[-1]
+    one = len(layouts) == 1 and layouts[0].format.dense and not layouts[0].tier.weights
+    return one and layouts[0].tokens in ((16, 32, 64) if _kind(rule)[0] else (8, 16, 32, 64)) and dim in (64, 128)
 
 
 def _group(state: CacheState) -> int:
@@ -155,18 +178,20 @@ def _source(
         "SOURCES": len(sources),
         "REACH": reach,
         "BY_SCORE": int(by_score),
-        **{name.upper(): value for name, value in shape._asdict().items()},
+        **{name.upper(): int(value) for name, value in shape._asdict().items() if name != "paged"},
+        "SOURCE": sources[0],
         "SHARED_BYTES": shared,
         "WEIGHTED": int(any(layouts[tier].tier.weights for tier in sources)),
     }
     scale = math.log2(math.e) / math.sqrt(layouts[0].head_dim)
     constants = [
+        f"#define PAGED {int(shape.paged)}\n#define REACHES {int(reach > 0)}",
         *cache_constants(layouts, dtype, rotates, has_bias),
         *(f"constexpr int {name} = {value};" for name, value in values.items()),
         f"constexpr float LOGIT_SCALE = {scale!r}f, LOG2_E = {math.log2(math.e)!r}f;",
         "#define EACH_SOURCE(X) " + " ".join(f"X({tier})" for tier in sources),
     ]
-    return "\n".join([*constants, read_sources(_SOURCES)])
+    return "\n".join([*constants, read_sources(_sources(shape.paged, reach > 0))])
 
 
 def compiled_for(arch: str) -> str:
@@ -184,6 +209,9 @@ def _compiled(source: str, shape: _Shape, size: int, device: torch.device) -> Ke
 
 def _scratch_bytes(state: CacheState, rule: SelectionRule, shape: _Shape) -> int:
     """Histograms and the rings of keys."""
+    dim = state.window_k.shape[-1]
+    if shape.paged:
+        return shape.stages * 2 * dim * shape.keys
     beside = (_kind(rule)[0] > 0) + any(state.layouts[tier].tier.weights for tier in rule.sources)
     ring = shape.teams * shape.stages * (2 * state.window_k.shape[-1] * (shape.keys + 1) + 4 * beside * shape.keys)
     return shape.counters * 64 * _ROWS // 2 * 4 + ring
@@ -191,12 +219,19 @@ def _scratch_bytes(state: CacheState, rule: SelectionRule, shape: _Shape) -> int
 
 def _shared_bytes(state: CacheState, rule: SelectionRule, shape: _Shape) -> int:
     """Shared memory of a block: `Shared` of `src/survey.cuh`."""
+    barriers = shape.stages * (shape.readers // 128 + 1) if shape.paged else 2 * shape.teams * shape.stages
+    threads = shape.readers if shape.paged else shape.threads
+    pooled = _kind(rule)[0] > 0
+    queries = 16 if pooled else 2 * state.window_k.shape[-1] * _ROWS
+    positions = 4 * (shape.stages * (shape.keys + 8) if pooled else shape.keys)
+    own = (queries, positions, shape.counters * 64 * _ROWS // 2 * 4, 8 * _ROWS, 16)
     parts = (
         _scratch_bytes(state, rule, shape),
-        2 * shape.teams * shape.stages * 8,
-        (2 * shape.teams + shape.threads // _ROWS) * _ROWS * 4,
+        *(own if shape.paged else ()),
+        8 * barriers,
+        (2 * shape.teams + threads // _ROWS) * _ROWS * 4,
         7 * _ROWS * 4 + _MOST_QUERIES * 4,
-        shape.threads * 4 + _HEAD_BYTES,
+        threads * 4 + _HEAD_BYTES,
     )
     return -(-sum(parts) // _SHARED_STEP) * _SHARED_STEP
 
@@ -226,13 +261,12 @@ def select(state: CacheState, slot: int, rule: SelectionRule, longest: int | Non
             f"to {_MOST_DIM} where shared memory suffices, "
             f"not metric={rule.metric}, union={rule.union}, pool={rule.pool}"
         )
-    held = CacheKernels.of(state)
     layers, heads = state.lengths.shape[1:3]
     kernels: dict[tuple[object, ...], Kernel] = state.scratch.setdefault("cuda_select", {})
     key = (rule.sources, *_kind(rule))
+    shape = _shape(state, rule)
+    assert shape is not None
     if key not in kernels:
-        shape = _shape(state, rule)
-        assert shape is not None
         size = _shared_bytes(state, rule, shape)
         kernels[key] = _compiled(select_source(state, rule), shape, size, state.pages.device)
     room = state.width * max(state.layouts[tier].tokens for tier in rule.sources) if longest is None else longest
@@ -247,8 +281,8 @@ def select(state: CacheState, slot: int, rule: SelectionRule, longest: int | Non
     )
     tally = empty(layers, heads, room, dtype=torch.int64)
     given = {"queries": state.queries, "keep": found.keep, "kept": found.kept, "covered": found.mass, "tally": tally}
-    arguments = _Select(held.arguments, *(given[name].data_ptr() for name in _POINTERS))
-    arguments.slot, arguments.columns, arguments.budget = slot, room, min(rule.budget, 2**31 - 1)
-    arguments.p = rule.p
-    kernels[key].launch((layers * heads, 1), arguments)
+    launched = arguments(state, given, rule.sources[0] if shape.paged else None, _kind(rule)[0] > 0)
+    launched.slot, launched.columns, launched.budget = slot, room, min(rule.budget, 2**31 - 1)
+    launched.p = rule.p
+    kernels[key].launch((layers * heads, 1), launched)
     return found

@@ -16,9 +16,13 @@ def align(x: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """One tier as the kernel sees it."""
+    """One tier as the kernel sees it.
+
+    positions: whether attention reads its positions.
+    """
 
     layout: PageLayout
+    positions: bool = False
 
     @property
     def dense(self) -> bool:
@@ -37,21 +41,22 @@ class TierPlan:
         return next(wide for wide in (4, 2, 1) if self.key_words % wide == 0)
 
     @property
-    def code_bytes(self) -> int:
-        """Codes and their metadata, which stand first in a page."""
-        return self.layout.offsets[4]
-
-    @property
-    def position_bytes(self) -> int:
+    def row_bytes(self) -> int:
+        """Of one 32-bit number a token."""
         return align(4 * self.layout.tokens, 16)
 
     @property
+    def copied_bytes(self) -> int:
+        """A page's first bytes, which attention copies in one piece: codes and their metadata, and positions, with the
+        scores before them, where it reads those: a second copy a page would cost more than 2 bytes a token do.
+        """
+        return self.layout.offsets[5] + self.row_bytes if self.positions else self.layout.offsets[4]
+
+    @property
     def weight_stage(self) -> int:
-        """Where log-weights stand behind a page's codes or, dense, its rows."""
+        """Where log-weights stand behind what is copied of a page or, dense, its rows."""
         layout = self.layout
-        if self.dense:
-            return 2 * layout.tokens * (2 * layout.head_dim + 16)
-        return self.code_bytes + self.position_bytes
+        return 2 * layout.tokens * (2 * layout.head_dim + 16) if self.dense else align(self.copied_bytes, 16)
 
     def constants(self, index: int) -> str:
         fmt, layout = self.layout.format, self.layout
@@ -81,10 +86,8 @@ class TierPlan:
             "KEY_WORDS": self.key_words,
             "KEY_WIDE": self.key_wide,
             "KEY_PLANES": max(1, 8 // fmt.key_bits),
-            "CODE_BYTES": self.code_bytes,
-            "POSITION_BYTES": self.position_bytes,
-            "POSITION_STAGE": self.code_bytes,
-            "WEIGHT_BYTES": self.position_bytes,
+            "COPIED_BYTES": self.copied_bytes,
+            "WEIGHT_BYTES": self.row_bytes,
             "WEIGHT_STAGE": self.weight_stage,
         }
         body = ", ".join(f"{name} = {value}" for name, value in values.items())

@@ -47,6 +47,7 @@ class _Sizes(ctypes.Structure):
     _fields_ = (
         ("shift", ctypes.c_int * _TIERS),
         *((name, ctypes.c_float * _TIERS) for name in ("step", "a_page", "even")),
+        ("ahead", ctypes.c_float),
     )
 
 
@@ -135,7 +136,7 @@ class Ranked:
         assert room.dtype == torch.float32
         assert room.numel() == 8 * len(self.above)
         a = plan.arguments
-        a.sizes = _Sizes(*(tuple(getattr(sizes, field[0])) for field in _Sizes._fields_))
+        a.sizes = _Sizes(*(getattr(sizes, field[0]) for field in _Sizes._fields_))
         a.room = room.data_ptr()
         plan.launch("share_out", early=True)
         return plan.space["held"], plan.space["share"]

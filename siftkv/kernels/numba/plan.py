@@ -49,11 +49,13 @@ def _weakest(layout, pool, tables_at, sign, length):
 
 
 @inner
-def _cap(rules, at, seen):
-    """Tokens that a head's tier may hold after `seen` tokens."""
+def _cap(rules, at, seen, tokens):
+    """Tokens that a head's tier may hold after `seen` tokens: a share fills its last page of so many."""
     cap = np.int64(rules[4][at])
     share = np.ceil(rules[5][at] * np.float32(seen))
-    return np.int64(max(share, np.float32(-1))) if share < np.float32(cap) else cap
+    if share >= np.float32(cap):
+        return cap
+    return min(-(-np.int64(max(share, np.float32(-1))) // tokens) * tokens, cap)
 
 
 @inner
@@ -62,7 +64,7 @@ def _plan_head(sizes, layouts, pool, rules, head_slot, seen, active, score, exam
     tiers = len(layouts)
     for tier in range(tiers):
         at = head_slot * tiers + tier
-        length, cap = np.int64(pool[5][at]), _cap(rules, at, seen)
+        length, cap = np.int64(pool[5][at]), _cap(rules, at, seen, layouts[tier, TOKENS])
         threshold = rules[3][at] / np.float32(seen)
         plan[tier, ACTION], plan[tier, RETURNS] = NOTHING, -1
         accept = active and cap > 0 and score >= threshold

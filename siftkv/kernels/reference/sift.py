@@ -85,10 +85,11 @@ def _weakest(state: CacheState, slots: Tensor, tier: int) -> tuple[Tensor, Tenso
 
 
 def _caps(state: CacheState, slots: Tensor, seen: Tensor, tier: int) -> Tensor:
-    """Tokens that each head's tier may hold after `seen` tokens, int64 `[B, L, H]`."""
-    cap = state.cap[slots][..., tier].long()
+    """Tokens that each head's tier may hold after `seen` tokens, int64 `[B, L, H]`: a share fills its last page."""
+    cap, tokens = state.cap[slots][..., tier].long(), state.layouts[tier].tokens
     share = (state.cap_share[slots][..., tier] * seen[:, None, None].float()).ceil()
-    return torch.where(share < cap.float(), share.clamp(-1.0, UNLIMITED).long(), cap)
+    filled = -(-share.clamp(-1.0, UNLIMITED).long() // tokens) * tokens
+    return torch.where(share < cap.float(), filled.minimum(cap), cap)
 
 
 def _plan(

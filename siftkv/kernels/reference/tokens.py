@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,16 @@ def page_of(state: CacheState, table: Tensor, tier: int, slot_in_tier: Tensor) -
     return table[..., tier // 2, :].gather(-1, column.clamp(0, state.width - 1)).long()
 
 
+@lru_cache(maxsize=64)
+def _record(layout: PageLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`layout.record` on a device, moved there once: the host waits for every copy to it."""
+    base, stride = layout.record
+    return base.to(device), stride.to(device)
+
+
 def _addresses(state: CacheState, tier: int, page: Tensor, slot_in_tier: Tensor) -> Tensor:
     layout = state.layouts[tier]
-    base, stride = (x.to(page.device) for x in layout.record)
+    base, stride = _record(layout, page.device)
     token = (slot_in_tier % layout.tokens)[..., None]
     return page[..., None] * layout.page_bytes + base + stride * token
 

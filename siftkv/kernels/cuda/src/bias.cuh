@@ -1,115 +1,253 @@
 // What conditioning took out of keys, added to logits: q . RoPE_p(b), the sum over kept pairs j of A_j cos(p w_j) + B_j sin(p w_j), as products of the
-// tensor cores: rotary factors of 16 tokens times coefficients of 8 query heads, 8 pairs (16 numbers) at a time, both in two fp16 parts.
+// tensor cores: rotary factors of tokens times coefficients of 8 query heads, 8 pairs (16 numbers) at a time, both in two fp16 parts.
 //
-// Tokens of a tile are mostly near each other. So coefficients are turned to the first of them, the anchor, and factors are those of the distance from
-// it: NEAR rows a head, which stay in the first-level cache. Tokens NEAR or more behind the anchor have another one; where a tile would need more
-// than MOST_ANCHORS, factors are those of each token's position.
-constexpr u32 NOWHERE = 0xffffffffu;
-constexpr int MOST_ANCHORS = 3;
-
-// Cosine and sine of the two pairs of 8 that a lane has: t and 4 + t.
+// Coefficients are turned to the position of a tile's first token, the anchor, and factors are those of the distance from it. Where a tile's positions
+// follow each other, distances are always the same: their factors stand in shared memory, and the next tile's coefficients are this one's, turned by as
+// many positions as lie between. Else each token takes the row of its distance, of NEAR a head, or, where one is further behind, that of its position.
 struct Turn {
   float c0, s0, c1, s1;
   DEV Turn after(const Turn& o) const { return {c0 * o.c0 - s0 * o.s0, s0 * o.c0 + c0 * o.s0, c1 * o.c1 - s1 * o.s1, s1 * o.c1 + c1 * o.s1}; }
 };
+DEV Turn turn_of(float4 x) { return {x.x, x.y, x.z, x.w}; }
 
-// Two numbers of each of the two pairs, in two fp16 parts.
+// Coefficients of cosine and sine of the two pairs that a lane has of a block of 8, t and 4 + t, and their fp16 parts.
+struct Coefficients {
+  float a0, b0, a1, b1;
+  DEV Coefficients turned(const Turn& by) const {
+    return {a0 * by.c0 + b0 * by.s0, b0 * by.c0 - a0 * by.s0, a1 * by.c1 + b1 * by.s1, b1 * by.c1 - a1 * by.s1};
+  }
+};
 struct Halves {
-  u32 high0, high1, rest0, rest1;
-  DEV Halves(float a0, float b0, float a1, float b1) {
-    high0 = pack_half(a0, b0), high1 = pack_half(a1, b1);
-    rest0 = pack_half(a0 - half_low(high0), b0 - half_high(high0));
-    rest1 = pack_half(a1 - half_low(high1), b1 - half_high(high1));
+  u32 high[2], rest[2];
+  DEV void split(const Coefficients& x) {
+    high[0] = pack_half(x.a0, x.b0), high[1] = pack_half(x.a1, x.b1);
+    rest[0] = pack_half(x.a0 - half_low(high[0]), x.b0 - half_high(high[0]));
+    rest[1] = pack_half(x.a1 - half_low(high[1]), x.b1 - half_high(high[1]));
   }
 };
 
-// The terms of a tile of 16 U tokens.
-template <int U> struct Bias {
-  u32 position[U][2];   // of the lane's tokens, NOWHERE where there is none
-  int blocks, at;       // blocks of 8 pairs; layer and head
-  const float4* query;  // the lane's coefficients of cosines and sines
+// Where a head's factors of a run stand in its part of shared memory: for each block high parts, then what rounding left, of two tokens and two pairs a
+// lane; behind all blocks, turns by multiples of 16 positions.
+constexpr int RUN_PART = RUN_ROWS / 2 * 64, RUN_TURNS = 2 * BIAS_BLOCKS * RUN_PART, RUN_BYTES = RUN_TURNS + RUN_ROWS / 16 * BIAS_BLOCKS * 64;
+constexpr bool RUNS = RUN_ROWS > 0, KEEPS = STEADY_TURNS && BIAS_BLOCKS * NT <= 2;
+constexpr u32 STEP_SPAN = 512;  // steps stay between multiples of it, and turns over them are exact, so that errors do not add up
 
-  // The first position from `from` on that a token of the tile has.
-  DEV u32 first_from(u32 from) const {
-    u32 first = NOWHERE;
+// Layer and head of the segment that a warp is at. In shared memory, since registers are few and a division takes long.
+DEV int& layer_head() {
+  __shared__ int heads[TEAM * TEAMS];
+  return heads[threadIdx.x >> 5];
+}
+
+// A head's coefficients. Where there are few, they are kept from tile to tile, turned to the anchor.
+struct Terms {
+  u32 anchor, run;    // its position; where the head's factors of a run stand, 0 where they do not
+  int blocks;         // of 8 pairs
+  Coefficients exact[KEEPS ? BIAS_BLOCKS * NT : 1];
+  Halves kept[KEEPS ? BIAS_BLOCKS * NT : 1];
+
+  DEV void begin(const Arguments& a, int pair) {
+    int at = a.layer * KV_HEADS + head_of(a, pair);
+    layer_head() = at;
+    blocks = ceil_div(a.rank[at], 8);
+    anchor = 0x80000000u;
+  }
+  static DEV Turn turn_to(const Arguments& a, u32 p, int block) {
+    const float4* turns = a.turns + (layer_head() * TURN_ROWS * BIAS_BLOCKS + block) * 4 + (threadIdx.x & 3);
+    float4 low = turns[p % TURNS * (BIAS_BLOCKS * 4)], high = turns[(TURNS + p / TURNS) * (BIAS_BLOCKS * 4)];
+    return turn_of(low).after(turn_of(high));
+  }
+  static DEV Coefficients coefficients(const Arguments& a, int pair, int block, int n) {
+    float4 q = a.bias_query[((static_cast<i64>(pair) * BIAS_BLOCKS + block) * NT + n) * 32 + (threadIdx.x & 31)];
+    return {q.x, q.y, q.z, q.w};
+  }
+  // Blocks that the head has not have coefficients of 0.
+  DEV void turn_all(const Arguments& a, int pair, u32 to) {
+    anchor = to;
+    if constexpr (KEEPS) {
+#pragma unroll
+      for (int block = 0; block < BIAS_BLOCKS; block++) {
+        Turn by = turn_to(a, anchor, block);
+#pragma unroll
+        for (int n = 0; n < NT; n++) exact[block * NT + n] = coefficients(a, pair, block, n).turned(by);
+      }
+#pragma unroll
+      for (int i = 0; i < BIAS_BLOCKS * NT; i++) kept[i].split(exact[i]);
+    }
+  }
+  // By a multiple of 16 positions, which has a turn of its own.
+  DEV void step(u32 sixteens) {
+    anchor += 16 * sixteens;
+    u32 turns = run + RUN_TURNS + (sixteens - 1) * (BIAS_BLOCKS * 64) + (threadIdx.x & 3) * 16;
+#pragma unroll
+    for (int block = 0; block < BIAS_BLOCKS; block++) {
+      u32 x[4];
+      load_words<4, 4>(x, turns + 64 * block);
+      Turn turn = {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])};
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        exact[block * NT + n] = exact[block * NT + n].turned(turn);
+        kept[block * NT + n].split(exact[block * NT + n]);
+      }
+    }
+  }
+};
+
+// The terms of a tile of 16 U tokens: `sum` as the tensor cores leave them.
+template <int U> struct Bias {
+  u32 behind[U][2];  // positions from the tile's first token to the lane's
+  u32 start, ahead;  // that one's position, and how far it lies from the anchor
+  bool run, near;    // whether positions follow each other, and whether all lie less than NEAR behind the first
+  float sum[NT][U][4];
+
+  // Positions stand in shared memory from `first` on; a lane's are those of tokens `token(u)` and the next. Where there are but `count` tokens, the
+  // others go on as in a run.
+  template <class Token> DEV void find(u32 first, int count, const Terms& terms, Token token) {
+    start = load_shared(first);
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      load_words<2, 2>(behind[u], first + 4 * token(u));
+      behind[u][0] -= start, behind[u][1] -= start;
+    }
+    if (count < 16 * U) {
+#pragma unroll
+      for (int u = 0; u < U; u++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          if (token(u) + h >= count) behind[u][h] = token(u) + h;
+    }
+    u32 apart = 0;
+#pragma unroll
+    for (int u = 0; u < U; u++) apart |= (behind[u][0] ^ token(u)) | (behind[u][1] ^ (token(u) + 1));
+    run = RUNS && __all_sync(ALL, apart == 0) && terms.run != 0;
+  }
+  // Coefficients to where the tile needs them.
+  DEV void turn(Terms& terms, const Arguments& a, int pair) {
+    near = STEADY_TURNS && (run || all_near());
+    if (!near) return;
+    ahead = start - terms.anchor;
+    u32 sixteens = __funnelshift_r(ahead, ahead, 4);  // huge where that is no multiple
+    if (run && sixteens <= static_cast<u32>(RUN_ROWS / 16 - U)) return;
+    if (KEEPS && run && sixteens <= RUN_ROWS / 16 && (start ^ terms.anchor) < STEP_SPAN) terms.step(sixteens);
+    else if (ahead != 0) terms.turn_all(a, pair, start);
+    ahead = 0;
+  }
+
+  // Factors of a run: high parts, and what rounding left.
+  template <class Token> DEV void load_block(u32 (&x)[2][U][4], const Terms& terms, int block, Token token) const {
+    u32 from = terms.run + ahead * 32 + (threadIdx.x & 3) * 16 + block * (2 * RUN_PART);
+#pragma unroll
+    for (int part = 0; part < 2; part++)
+#pragma unroll
+      for (int u = 0; u < U; u++) load_words<4, 4>(x[part][u], from + token(u) * 32 + part * RUN_PART);
+  }
+  DEV void add_product(int n, int u, const u32 (&x)[4], const u32 (&q)[2]) { mma_half(sum[n][u], x[0], x[1], x[2], x[3], q[0], q[1]); }
+  // A run's products where coefficients are kept, by number, so that they may stand between others.
+  static constexpr int PRODUCTS = 3 * U * NT * BIAS_BLOCKS;
+  template <int B> DEV void add_kept(const Terms& terms, const u32 (&x)[B][2][U][4], int number) {
+    int u = number % U, part = number / U % 3, n = number / (3 * U) % NT, block = number / (3 * U * NT);
+    const Halves& q = terms.kept[block * NT + n];
+    add_product(n, u, x[block][part == 2][u], part == 1 ? q.rest : q.high);
+  }
+
+  // Else a token has two rows of a tile, its factors' high parts in one and what their rounding left in the other, so that a lane's 16 bytes of a table
+  // are an operand as they are.
+  DEV void add_rows(const u32 (&x)[U][2][4], const Halves& q, int n) {
+    float twice[U][2][4] = {};
+#pragma unroll
+    for (int u = 0; u < U; u++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        mma_half(twice[u][h], x[u][h][0], x[u][h][1], x[u][h][2], x[u][h][3], q.high[0], q.high[1]);
+        mma_half(twice[u][h], x[u][h][0], x[u][h][1], x[u][h][2], x[u][h][3], q.rest[0], q.rest[1]);
+      }
 #pragma unroll
     for (int u = 0; u < U; u++)
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        if (position[u][h] >= from && position[u][h] < first) first = position[u][h];
-    return least_of_warp(first);
-  }
-  DEV u32 anchor_after(u32 anchor) const { return first_from(anchor + NEAR); }
-
-  DEV Turn turn_to(const Arguments& a, u32 p, int block) const {
-    const float4* turns = a.turns + (at * TURN_ROWS * BIAS_BLOCKS + block) * 4 + (threadIdx.x & 3);
-    float4 low = turns[p % NEAR * (BIAS_BLOCKS * 4)], high = turns[(NEAR + p / NEAR) * (BIAS_BLOCKS * 4)];
-    return Turn{low.x, low.y, low.z, low.w}.after({high.x, high.y, high.z, high.w});
-  }
-  // Factors of the two tokens (h = 0, 1) of a tile of 16, high parts and rest of two pairs, times coefficients.
-  static DEV void add_products(float (&s)[2][2], const uint4 (&row)[2], const Halves& q) {
-    float sum[4] = {s[0][0], s[0][1], s[1][0], s[1][1]};
-    mma_half(sum, row[0].x, row[1].x, row[0].y, row[1].y, q.high0, q.high1);
-    mma_half(sum, row[0].z, row[1].z, row[0].w, row[1].w, q.high0, q.high1);
-    mma_half(sum, row[0].x, row[1].x, row[0].y, row[1].y, q.rest0, q.rest1);
-    s[0][0] = sum[0], s[0][1] = sum[1], s[1][0] = sum[2], s[1][1] = sum[3];
-  }
-  // Of tokens less than NEAR behind the anchor.
-  DEV void add_near(float (&s)[NT][U][2][2], const Arguments& a, u32 anchor) const {
-    const uint4* near = a.near + at * NEAR * BIAS_BLOCKS * 4 + (threadIdx.x & 3);
-#pragma unroll 1
-    for (int block = 0; block < blocks; block++) {
-      Turn turn = turn_to(a, anchor, block);
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        float4 q = query[(block * NT + n) * 32];
-        Halves turned(q.x * turn.c0 + q.y * turn.s0, q.y * turn.c0 - q.x * turn.s0, q.z * turn.c1 + q.w * turn.s1, q.w * turn.c1 - q.z * turn.s1);
+        for (int c = 0; c < 2; c++) sum[n][u][2 * h + c] += twice[u][h][c] + twice[u][h][2 + c];
+  }
+  DEV Halves halves(const Terms& terms, const Arguments& a, int pair, const Turn& by, int block, int n) const {
+    Halves q;
+    if constexpr (KEEPS) q = terms.kept[block * NT + n];
+    else q.split(Terms::coefficients(a, pair, block, n).turned(by));
+    return q;
+  }
+  DEV void add_near(const Terms& terms, const Arguments& a, int pair, int block) {
+    const uint4* near = a.near + (layer_head() * NEAR * BIAS_BLOCKS + block) * 4 + (threadIdx.x & 3);
+    u32 x[U][2][4];
 #pragma unroll
-        for (int u = 0; u < U; u++) {
-          uint4 row[2];
+    for (int u = 0; u < U; u++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) {
-            u32 behind = position[u][h] - anchor;
-            row[h] = {0u, 0u, 0u, 0u};
-            if (behind < NEAR) row[h] = near[(behind * BIAS_BLOCKS + block) * 4];
-          }
-          add_products(s[n][u], row, turned);
-        }
+      for (int h = 0; h < 2; h++) {
+        uint4 y = near[behind[u][h] * (BIAS_BLOCKS * 4)];
+        x[u][h][0] = y.x, x[u][h][1] = y.y, x[u][h][2] = y.z, x[u][h][3] = y.w;
       }
+    Turn by;
+    if constexpr (!KEEPS) by = Terms::turn_to(a, terms.anchor, block);
+#pragma unroll
+    for (int n = 0; n < NT; n++) add_rows(x, halves(terms, a, pair, by, block, n), n);
+  }
+  // A block of a run, where coefficients are not kept.
+  template <class Token> DEV void add_run(const Terms& terms, const Arguments& a, int pair, int block, Token token) {
+    u32 x[2][U][4];
+    load_block(x, terms, block, token);
+    Turn by = Terms::turn_to(a, terms.anchor, block);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      Halves q = halves(terms, a, pair, by, block, n);
+#pragma unroll
+      for (int i = 0; i < 3 * U; i++) add_product(n, i % U, x[i / U == 2][i % U], i / U == 1 ? q.rest : q.high);
     }
   }
-  // Of every token by its own position.
-  DEV void add_each(float (&s)[NT][U][2][2], const Arguments& a) const {
-    const int* pairs = a.pairs + at * PAIRS;
+  DEV void add_each(const Terms& terms, const Arguments& a, int pair) {
+    const int* pairs = a.pairs + layer_head() * PAIRS;
     int t = threadIdx.x & 3;
 #pragma unroll 1
-    for (int block = 0; block < blocks; block++) {
+    for (int block = 0; block < terms.blocks; block++) {
       int j0 = pairs[min_int(block * 8 + t, PAIRS - 1)], j1 = pairs[min_int(block * 8 + 4 + t, PAIRS - 1)];
+      u32 x[U][2][4];
 #pragma unroll
-      for (int u = 0; u < U; u++) {
-        uint4 row[2];
+      for (int u = 0; u < U; u++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const uint2* factors = a.trig + static_cast<i64>(position[u][h] < ROTARY_POSITIONS ? position[u][h] : 0) * (HEAD_DIM / 2);
+          const uint2* factors = a.trig + static_cast<i64>(min(start + behind[u][h], ROTARY_POSITIONS - 1u)) * (HEAD_DIM / 2);
           uint2 one = factors[j0], other = factors[j1];
-          row[h] = {one.x, other.x, one.y, other.y};
+          x[u][h][0] = one.x, x[u][h][1] = one.y, x[u][h][2] = other.x, x[u][h][3] = other.y;
         }
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-          float4 q = query[(block * NT + n) * 32];
-          add_products(s[n][u], row, Halves(q.x, q.y, q.z, q.w));
-        }
+      for (int n = 0; n < NT; n++) {
+        Halves q;
+        q.split(Terms::coefficients(a, pair, block, n));
+        add_rows(x, q, n);
       }
     }
   }
-  DEV void add(float (&s)[NT][U][2][2], const Arguments& a) const {
-    if constexpr (!STEADY_TURNS) return add_each(s, a);
-    u32 first = first_from(0);
-    int anchors = 0;
+  // Of a tile that is no run, or whose coefficients are not kept.
+  template <class Token> DEV void add(const Terms& terms, const Arguments& a, int pair, Token token) {
+    if (!near) add_each(terms, a, pair);
+    else if (RUNS && !KEEPS && run) {
 #pragma unroll 1
-    for (u32 anchor = first; anchor != NOWHERE && anchors <= MOST_ANCHORS; anchor = anchor_after(anchor)) anchors++;
-    if (anchors > MOST_ANCHORS) return add_each(s, a);
+      for (int block = 0; block < terms.blocks; block++) add_run(terms, a, pair, block, token);
+    } else if constexpr (KEEPS) {
+#pragma unroll
+      for (int block = 0; block < BIAS_BLOCKS; block++)
+        if (block < terms.blocks) add_near(terms, a, pair, block);
+    } else {
 #pragma unroll 1
-    for (u32 anchor = first; anchor != NOWHERE; anchor = anchor_after(anchor)) add_near(s, a, anchor);
+      for (int block = 0; block < terms.blocks; block++) add_near(terms, a, pair, block);
+    }
+  }
+  DEV bool all_near() const {
+    u32 most = 0;
+#pragma unroll
+    for (int u = 0; u < U; u++) most = max(most, max(behind[u][0], behind[u][1]));
+    return __all_sync(ALL, most < NEAR);
+  }
+  DEV void clear() {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int u = 0; u < U; u++) sum[n][u][0] = sum[n][u][1] = sum[n][u][2] = sum[n][u][3] = 0.f;
   }
 };

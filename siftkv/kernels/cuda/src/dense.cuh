@@ -1,6 +1,8 @@
 // Tiles of 16 tokens in the model's dtype: window rows and dense pages, token-major. Rows are copied to shared memory 16 bytes apart from being
 // adjacent, so that `ldmatrix` meets no bank twice; log-weights stand behind them.
 constexpr int DENSE_ROW = 2 * HEAD_DIM + 16;
+// Arrivals that a stage's barrier waits for: where bulk copies fill it, one thread's, who says how many bytes to expect.
+constexpr int ARRIVALS = BULK && QUANTISED_TIERS > 0 ? 1 : 32 * TEAM;
 
 template <int TOKENS, bool WEIGHTS = false> struct Dense {
   static DEV void begin(Online& o, const Arguments& a, int pair) { o.load_query(a, pair, 0); }
@@ -15,7 +17,6 @@ template <int TOKENS, bool WEIGHTS = false> struct Dense {
       return arrive_with_copies(barrier);
     }
     if (thread == 0) barrier_expect(barrier, count * 4 * HEAD_DIM);
-    else barrier_arrive(barrier);
     for (int i = thread; i < 2 * count; i += 32 * TEAM) {
       int is_value = i >= count, token = i - is_value * count;
       bulk_copy(stage + (token + is_value * TOKENS) * DENSE_ROW, rows(token, is_value), 2 * HEAD_DIM, barrier);

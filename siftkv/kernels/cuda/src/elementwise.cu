@@ -23,16 +23,6 @@ struct Swiglu {
   int size;
 };
 
-// Unlike `pack_model`, infinity stays infinity, so that an overflow is seen.
-DEV u32 pack_plain(float low, float high) {
-#if MODEL_BF16
-  return pack_bf16(low, high);
-#else
-  u32 y;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  return y;
-#endif
-}
 struct Eight {
   float x[8];
   DEV void load(const u16* from) {

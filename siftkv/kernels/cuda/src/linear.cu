@@ -1,61 +1,7 @@
 // y = W x for one or two rows of x. Each warp streams pairs of rows of W through a ring of its own in shared memory, filled by bulk copies. A block a
-// multiprocessor, and the first copies are under way before the predecessor has ended, since weights are never written. The epilogue does what
-// follows elementwise, rounding where separate operations round.
+// multiprocessor, and the first copies are under way before the predecessor has ended, since weights are never written.
 constexpr int LINEAR_WARPS = 8, CHUNK = 1024;  // channels of each row that a stage holds
 constexpr int LINEAR_STAGE_BYTES = 4 * CHUNK, LINEAR_RING_BYTES = LINEAR_STAGES * LINEAR_STAGE_BYTES;
-
-struct Linear {
-  const u16 *x, *weight, *bias;
-  const float *cos, *sin;  // [requests, dim]
-  u16* out;
-  int size, pairs, dim, turned;  // pairs: of rows of W; turned: of them, those that are rotated
-};
-// The two rows of a pair, and where their results stand.
-struct Rows { int first, second; };
-
-enum Kind { PLAIN, SWIGLU, ROTARY };
-template <Kind KIND> DEV Rows rows_of(const Linear& a, int pair) {
-  if constexpr (KIND == PLAIN) return {2 * pair, 2 * pair + 1};
-  if constexpr (KIND == SWIGLU) return {pair, pair + a.pairs};
-  int half = a.dim / 2, first = pair / half * a.dim + pair % half;
-  return {first, first + half};
-}
-DEV float low_value(u32 x) {
-#if MODEL_BF16
-  return __uint_as_float(x << 16);
-#else
-  return half_low(x);
-#endif
-}
-DEV float high_value(u32 x) {
-#if MODEL_BF16
-  return __uint_as_float(x & 0xffff0000u);
-#else
-  return half_high(x);
-#endif
-}
-DEV float rounded(float x) { return low_value(pack_plain(x, 0.f)); }
-
-template <Kind KIND> DEV void finish(const Linear& a, int request, int pair, Rows rows, float y0, float y1) {
-  if (a.bias) y0 += model_to_float(a.bias[rows.first]), y1 += model_to_float(a.bias[rows.second]);
-  i64 columns = KIND == SWIGLU ? a.pairs : 2 * a.pairs;
-  u16* out = a.out + request * columns;
-  if constexpr (KIND == PLAIN) *reinterpret_cast<u32*>(out + rows.first) = pack_plain(y0, y1);
-  if constexpr (KIND == SWIGLU) {
-    float gate = rounded(y0), up = rounded(y1);
-    out[pair] = static_cast<u16>(pack_plain(rounded(gate / (1.0f + exp2_fast(-1.44269504f * gate))) * up, 0.f));
-  }
-  if constexpr (KIND == ROTARY) {
-    if (pair < a.turned) {
-      int i = pair % (a.dim / 2);
-      float low = rounded(y0), high = rounded(y1), c = a.cos[request * a.dim + i], s = a.sin[request * a.dim + a.dim / 2 + i];
-      y0 = low * c - high * s;
-      y1 = high * c + low * s;
-    }
-    u32 both = pack_plain(y0, y1);
-    out[rows.first] = static_cast<u16>(both), out[rows.second] = static_cast<u16>(both >> 16);
-  }
-}
 
 // Adds eight channels of W times x.
 DEV void add_piece(float& sum, const u32 (&w)[4], const u32 (&x)[4]) {
@@ -138,7 +84,10 @@ template <Kind KIND, int REQUESTS> DEV void linear(const Linear& a) {
     for (int b = 0; b < REQUESTS; b++) {
 #pragma unroll
       for (int o = 16; o; o >>= 1) y0[b] += shuffle_xor(y0[b], o), y1[b] += shuffle_xor(y1[b], o);
-      if (lane == b) finish<KIND>(a, b, pair, rows_of<KIND>(a, pair), y0[b], y1[b]);
+      if (lane == b) {
+        Rows rows = rows_of<KIND>(a, pair);
+        finish<KIND>(a, b, pair, rows, terms_of<KIND>(a, b, pair, rows), y0[b], y1[b]);
+      }
     }
   }
 }

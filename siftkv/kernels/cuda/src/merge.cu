@@ -44,7 +44,7 @@ struct Sum {
   }
 };
 // Rows of threads share the parts; a row is as wide as there are items, in powers of two, so that rows of one warp add up by shuffles.
-DEV void merge_out(const Arguments& a, Parts parts, int pair) {
+DEV void merge_out(const Arguments& a, Parts parts, u16* out) {
   constexpr int all = GROUP * HEAD_DIM / 4;
   __shared__ Sum shelf[MERGE_THREADS];
   int each = ceil_div(all, gridDim.y), from = blockIdx.y * each, items = min_int(each, all - from);
@@ -67,7 +67,7 @@ DEV void merge_out(const Arguments& a, Parts parts, int pair) {
       for (int i = 1; i < MERGE_THREADS / together; i++) sum.add(shelf[i * wide + threadIdx.x]);
       float inverse = 1.f / sum.l;
       uint2 packed = {pack_model(sum.o.x * inverse, sum.o.y * inverse), pack_model(sum.o.z * inverse, sum.o.w * inverse)};
-      reinterpret_cast<uint2*>(a.out)[static_cast<i64>(pair) * all + from + threadIdx.x] = packed;
+      reinterpret_cast<uint2*>(out)[from + threadIdx.x] = packed;
     }
     __syncthreads();
   }
@@ -123,13 +123,13 @@ DEV void refresh_window(const Arguments& a, const Refresh& r, Segment s, int hea
 }
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge(const __grid_constant__ Arguments a) {
   __shared__ float exponent[GROUP];
-  int pair = blockIdx.x, head = pair % KV_HEADS;
+  int row = blockIdx.x, head = row % KV_HEADS, pair = pair_of(a, row);
   // What `prepare` wrote stands already: `attend` waited for it before it let this kernel start.
   Parts parts = parts_of(a, pair);
   int slot = a.segments[pair * KINDS].slot;
   bool due = is_due(a, slot);
   wait_for_predecessor();
-  merge_out(a, parts, pair);
+  merge_out(a, parts, a.out + static_cast<i64>(row) * GROUP * HEAD_DIM);
   if (!due) return;
   merge_exponents(a, parts, exponent);
   Refresh r = {a.seen[slot], a.refresh[slot], a.horizon[slot], exponent};

@@ -10,6 +10,7 @@ struct Online {
   float zero[NT][MOST_VALUE_GROUPS][2];  // sum of probability times zero-point
   u32 query[QUERY_WORDS];
   float query_sum[NT][MOST_KEY_GROUPS][2];
+  Terms terms;
 
   DEV void clear() {
 #pragma unroll

@@ -13,10 +13,10 @@ struct Head {
     return static_cast<u64>(static_cast<u32>(cost)) << 32 | static_cast<u32>(due && keeps_scores(kind) ? tokens[kind] : 0);
   }
 };
-DEV Head head_of(const Arguments& a, int pair) {
+DEV Head read_head(const Arguments& a, int pair) {
   Head h;
-  h.slot = static_cast<int>(a.slots[pair / KV_HEADS]);
-  const int* lengths = a.lengths + head_slot(a, h.slot, pair % KV_HEADS) * TIERS;
+  h.slot = static_cast<int>(a.slots[request_of(a, pair)]);
+  const int* lengths = a.lengths + head_slot(a, h.slot, head_of(a, pair)) * TIERS;
 #pragma unroll
   for (int tier = 0; tier < TIERS; tier++) h.tokens[1 + tier] = lengths[tier];
   h.tokens[0] = window_of(a, h.slot).tokens;
@@ -48,7 +48,7 @@ DEV void lay_out_segments(const Arguments& a) {
   u64 mine = 0, all;
 #pragma unroll 4
   for (int i = from; i < to; i++) {
-    Head h = head_of(a, i);
+    Head h = read_head(a, i);
 #pragma unroll
     for (int kind = 0; kind < KINDS; kind++) mine += h.size(kind);
   }
@@ -56,11 +56,11 @@ DEV void lay_out_segments(const Arguments& a) {
   if (threadIdx.x == 0) {
     int total = static_cast<int>(all >> 32);
     a.segments[pairs * KINDS] = {total, 0, 0, -1};
-    *a.line = {max_int(ceil_div(total, a.teams), LEAST_SHARE), total};
+    *a.line = {total <= a.teams * LEAST_SHARE ? LEAST_SHARE : max_int(ceil_div(total, a.teams), PAIR_SHARE), total};
   }
 #pragma unroll 2
   for (int i = from; i < to; i++) {
-    Head h = head_of(a, i);
+    Head h = read_head(a, i);
 #pragma unroll
     for (int kind = 0; kind < KINDS; kind++) {
       i64 logits = static_cast<i64>(at & ALL);
@@ -189,9 +189,9 @@ DEV void write_bias_query(const Arguments& a, const float* x, int pair, int head
     to[i] = term;
   }
 }
-DEV void prepare_head(const Arguments& a, int pair) {
+DEV void prepare_head(const Arguments& a, int row) {
   __shared__ float x[GROUP * PLAIN_ROW], turned[GROUP * TURNED_ROW];
-  int request = pair / KV_HEADS, head = pair % KV_HEADS, slot = static_cast<int>(a.slots[request]);
+  int request = row / KV_HEADS, head = row % KV_HEADS, pair = pair_of(a, row), slot = static_cast<int>(a.slots[request]);
   load_queries(a, request, head, x, turned);
   append(a, request, head, slot);
   __syncthreads();

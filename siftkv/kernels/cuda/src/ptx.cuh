@@ -102,6 +102,10 @@ DEV void load_words(u32 (&x)[WORDS], u32 address) {
   }
 }
 
+DEV void store_words(u32 address, int x, int y, int z, int w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
 DEV void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

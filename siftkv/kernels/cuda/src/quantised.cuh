@@ -18,6 +18,7 @@ template <class F> struct Quantised {
   static DEV void begin(Online& o, const Arguments& a, int pair) {
     constexpr int kind = 1 + F::INDEX;
     o.load_query(a, pair, kind);
+    if constexpr (BIAS_BLOCKS > 0) o.terms.begin(a, pair);
     const float* sums = a.query_sum + (pair * KINDS + kind) * NT * 8 * MOST_KEY_GROUPS;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -55,8 +56,9 @@ template <class F> struct Quantised {
     int g = (threadIdx.x & 31) >> 2;
     return (U == 2 ? 8 * (g >> 1) + 4 * u : 4 * (g >> 1)) + 2 * (g & 1) + h;
   }
-  // dot[n][u][group]: products of query and codes, in units of 2^-(16 + KB).
-  template <int U> static DEV void key_products(float (&dot)[NT][U][F::KG][4], const Online& o, u32 page, int base) {
+  // dot[n][u][group]: products of query and codes, in units of 2^-(16 + KB). After each step of KEY_STEPS, `between` is called.
+  template <int U> static constexpr int KEY_STEPS = U * F::KEY_WORDS * F::KEY_PLANES;
+  template <int U, class Between> static DEV void key_products(float (&dot)[NT][U][F::KG][4], const Online& o, u32 page, int base, Between between) {
     u32 rows = page + F::KEY + base * F::KEY_ROW + (threadIdx.x & 3) * F::KEY_WORDS * 4;
 #pragma unroll
     for (int u = 0; u < U; u++) {
@@ -77,6 +79,7 @@ template <class F> struct Quantised {
             int r = ((n * F::KEY_WORDS + w) * F::KEY_PLANES + p) * 2;
             mma_half(dot[n][u][p * F::KG / F::KEY_PLANES], a0, a1, a2, a3, o.query[r], o.query[r + 1]);
           }
+          between((u * F::KEY_WORDS + w) * F::KEY_PLANES + p);
         }
     }
   }
@@ -110,18 +113,28 @@ template <class F> struct Quantised {
     }
   }
 
-  template <int U> static DEV void add_bias(float (&s)[NT][U][2][2], const Arguments& a, u32 page, int base, int count, int pair) {
-    Bias<U> bias;
-    bias.at = a.layer * KV_HEADS + pair % KV_HEADS, bias.blocks = ceil_div(a.rank[bias.at], 8);
-    bias.query = a.bias_query + static_cast<i64>(pair) * BIAS_BLOCKS * NT * 32 + (threadIdx.x & 31);
+  // Products of keys and, into `bias`, the terms of what conditioning removed, which in a run stand between those.
+  template <int U> static DEV void key_terms(float (&dot)[NT][U][F::KG][4], Bias<U>& bias, Online& o, const Arguments& a, int pair, u32 page, int base, int count) {
+    auto token = [](int u) { return token_of<U>(u, 0); };
+    bias.clear();
+    if (o.terms.blocks > 0) {
+      bias.find(page + F::POSITION + 4 * base, count - base, o.terms, token);
+      bias.turn(o.terms, a, pair);
+      if constexpr (RUNS && KEEPS)
+        if (bias.run) {
+          u32 rows[BIAS_BLOCKS][2][U][4];
 #pragma unroll
-    for (int u = 0; u < U; u++)
+          for (int block = 0; block < BIAS_BLOCKS; block++) bias.load_block(rows[block], o.terms, block, token);
+          key_products<U>(dot, o, page, base, [&](int step) {
+            constexpr int products = Bias<U>::PRODUCTS, steps = KEY_STEPS<U>;
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        int token = base + token_of<U>(u, h);
-        bias.position[u][h] = token < count ? load_shared(page + F::POSITION_STAGE + token * 4) : NOWHERE;
-      }
-    if (bias.blocks > 0) bias.add(s, a);
+            for (int i = step * products / steps; i < (step + 1) * products / steps; i++) bias.add_kept(o.terms, rows, i);
+          });
+          return;
+        }
+      bias.add(o.terms, a, pair, token);
+    }
+    key_products<U>(dot, o, page, base, [](int) {});
   }
 
   template <int U> static DEV void add_weights(float (&s)[NT][U][2][2], u32 page, int base) {
@@ -160,11 +173,17 @@ template <class F> struct Quantised {
   template <int U> static DEV void tile(Online& o, const Arguments& a, u32 page, int base, int count, float* logits, int pair) {
     constexpr float code = 1 << (16 + F::KB);
     float dot[NT][U][F::KG][4], s[NT][U][2][2], scale[U][2][F::VG], zero[U][2][F::VG], widest[U][2];
+    Bias<U> bias;
+    if constexpr (BIAS_BLOCKS > 0) key_terms<U>(dot, bias, o, a, pair, page, base, count);
+    else key_products<U>(dot, o, page, base, [](int) {});
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int u = 0; u < U; u++) s[n][u][0][0] = s[n][u][0][1] = s[n][u][1][0] = s[n][u][1][1] = 0.f;
-    key_products<U>(dot, o, page, base);
+      for (int u = 0; u < U; u++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int c = 0; c < 2; c++) s[n][u][h][c] = BIAS_BLOCKS > 0 ? bias.sum[n][u][2 * h + c] : 0.f;
 #pragma unroll
     for (int u = 0; u < U; u++) {
       int first = base + token_of<U>(u, 0);
@@ -182,11 +201,10 @@ template <class F> struct Quantised {
 #pragma unroll
           for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) s[n][u][h][c] += dot[n][u][k][2 * h + c] * key_scale + key_zero * o.query_sum[n][k][c];
+            for (int c = 0; c < 2; c++) s[n][u][h][c] = fmaf(dot[n][u][k][2 * h + c], key_scale, fmaf(key_zero, o.query_sum[n][k][c], s[n][u][h][c]));
         }
       }
     }
-    if constexpr (BIAS_BLOCKS > 0) add_bias<U>(s, a, page, base, count, pair);
     if constexpr (F::WEIGHTS) add_weights<U>(s, page, base);
     if (base + 16 * U > count) {
 #pragma unroll

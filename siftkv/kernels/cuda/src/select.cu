@@ -1,73 +1,5 @@
 // Which tokens of a request its last queries vote for (`siftkv.policies.hardkv.selection`), a block a head slot. Keys are read twice: for the bars of all
 // rows (`survey.cuh`), and to count the rows whose bar a token reaches.
-// Calls `f(i, score)` for tokens `first + i`; scores of several are on their way at once.
-template <class F> DEV void each_score(const Select& a, const Head& h, int first, int count, F f) {
-  constexpr int at_once = 8;
-  for (int from = threadIdx.x; from < count; from += at_once * SELECT_THREADS) {
-    u32 bits[at_once];
-#pragma unroll
-    for (int n = 0; n < at_once; n++) bits[n] = from + n * SELECT_THREADS < count ? score_of(a, h, first + from + n * SELECT_THREADS) : 0;
-#pragma unroll
-    for (int n = 0; n < at_once; n++)
-      if (from + n * SELECT_THREADS < count) f(from + n * SELECT_THREADS, bits[n]);
-  }
-}
-// The score that the `count` best tokens have at least. Tokens that a row does not see count too, so that it never selects too few.
-DEV void find_score_thresholds(const Select& a, const Head& h, Shared& s) {
-  u32* scores = s.scratch();
-  constexpr int part = (0x7801 + SELECT_THREADS - 1) / SELECT_THREADS;
-  for (int i = threadIdx.x; i < 0x7801; i += SELECT_THREADS) scores[i] = 0;
-  __syncthreads();
-  each_score(a, h, 0, h.total, [&](int, u32 bits) { atomicAdd(scores + min_int(bits, 0x7800), 1u); });
-  __syncthreads();
-  u32 sum = 0;
-  for (int i = threadIdx.x * part; i < min_int(0x7801, (threadIdx.x + 1) * part); i++) sum += scores[i];
-  s.counts[threadIdx.x] = sum;
-  __syncthreads();
-  int row = threadIdx.x;
-  if (row < ROWS && s.threshold[row] != NEVER_REACHED) {
-    int wanted = s.count[row] + h.total - s.visible[row], found = 0, i = SELECT_THREADS;
-    while (i > 0 && found + static_cast<int>(s.counts[i - 1]) < wanted) found += s.counts[--i];
-    int bits = min_int(0x7801, i * part);
-    while (bits > 0 && found < wanted) found += scores[--bits];
-    s.threshold[row] = bits;
-  }
-  __syncthreads();
-}
-
-// How many rows of the block have a threshold that a score reaches, for every score.
-DEV void count_score_votes(Shared& s) {
-  u32* scores = s.scratch();
-  constexpr int part = (0x7801 + SELECT_THREADS - 1) / SELECT_THREADS;
-  for (int i = threadIdx.x; i < 0x7801; i += SELECT_THREADS) scores[i] = 0;
-  __syncthreads();
-  if (threadIdx.x < ROWS && s.threshold[threadIdx.x] <= 0x7800) atomicAdd(scores + s.threshold[threadIdx.x], 1u);
-  __syncthreads();
-  int from = threadIdx.x * part, to = min_int(0x7801, from + part);
-  u32 sum = 0;
-  for (int i = from; i < to; i++) sum += scores[i];
-  s.counts[threadIdx.x] = sum;
-  __syncthreads();
-  sum = 0;
-  for (int i = 0; i < threadIdx.x; i++) sum += s.counts[i];
-  for (int i = from; i < to; i++) scores[i] = sum += scores[i];
-  __syncthreads();
-}
-DEV void vote_by_score(const Select& a, const Head& h, Shared& s) {
-  const u32* scores = s.scratch();
-  count_score_votes(s);
-  int least = h.total;
-  for (int r = 0; r < ROWS; r++) least = min_int(least, s.visible[r]);
-  int candidates = min_int(h.candidates, a.columns);
-  each_score(a, h, h.first, candidates, [&](int i, u32 bits) {
-    u32 votes = 0;
-    if (h.first + i < least) votes = scores[min_int(bits, 0x7800)];
-    else for (int r = 0; r < ROWS; r++) votes += s.threshold[r] <= static_cast<int>(bits) && h.first + i < s.visible[r];
-    atomicAdd(a.tally + static_cast<i64>(h.index) * a.columns + i, static_cast<u64>(votes) << VOTE_SHIFT);
-  });
-  __syncthreads();
-}
-
 // Sums over the eight lanes of a column, N / 8 a lane: lane (g, t) ends with values N / 8 g and on of what lanes t had.
 template <class T, int N> DEV void scattered_sum(T (&sum)[N / 8], const T (&x)[N]) {
   int lane = threadIdx.x & 31;
@@ -164,7 +96,7 @@ DEV void read_votes(const Select& a, const Head& h, Shared& s, Pipe& pipe, int b
       u32 number = BY_SCORE ? 0 : REACH > 0 ? counts[k] : static_cast<u32>(counted[k]);
       int j = LANE_KEYS * (threadIdx.x & 3) + each * ((threadIdx.x & 31) >> 2) + k, i = first_of(tile) + j - h.first;
       if (j < HALO || j >= KEYS - HALO || i < 0 || i >= candidates) continue;
-      atomicAdd(tally + i, static_cast<u64>(number) << VOTE_SHIFT | __float2ull_rn(sum[k] * (1ull << MASS_BITS)));
+      atomicAdd(tally + i, tally_of(number, sum[k]));
     }
   });
 }
@@ -203,5 +135,6 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1) select(const __g
     vote(a, h, s, pipe, block);
     if constexpr (BY_SCORE) vote_by_score(a, h, s);
   }
-  decide(a, h, s.of_query, s.scratch(), whole);
+  if (whole) keep_all(a, h);
+  else decide(a, h, s.of_query, s.scratch());
 }

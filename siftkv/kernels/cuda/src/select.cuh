@@ -1,15 +1,30 @@
 // What `select.cu` reads: the tokens of one head slot in order of time (sinks, sources, ring).
 //
 // TEAMS of warps share a block. A team holds 128 rows (query x query head), HELD tiles of 16 a warp, and takes every TEAMS-th tile of KEYS keys.
-constexpr int ROWS = 128, TEAM_WARPS = ROWS / (16 * HELD), TEAM_THREADS = 32 * TEAM_WARPS, READERS = TEAMS * TEAM_THREADS, SELECT_THREADS = READERS + 128;
+constexpr int ROWS = 128, TEAM_WARPS = ROWS / (16 * HELD), TEAM_THREADS = 32 * TEAM_WARPS, READERS = TEAMS * TEAM_THREADS;
+constexpr int SELECT_THREADS = READERS + (PAGED ? 0 : 128);  // that go through the block's common parts; beside them PAGED has a warp that copies
 constexpr int STEPS = HEAD_DIM / 16;
-constexpr int HALO = REACH > 0 ? 4 : 0, STRIDE = KEYS - 2 * HALO;  // keys on either side that a tile reads only for its neighbours' sake
+constexpr int HALO = REACH > 0 && !PAGED ? 4 : 0, STRIDE = KEYS - 2 * HALO;  // keys on either side that a tile reads only for its neighbours' sake
 constexpr int MOST_QUERIES = 128, MOST_TOKENS = 65535;             // of counters of 16 bits
-static_assert(HEAD_DIM <= 128 && HEAD_DIM % 16 == 0 && REACH <= HALO, "what registers and halos hold");
+static_assert(HEAD_DIM <= 128 && HEAD_DIM % 16 == 0 && REACH <= 4 && (PAGED || REACH <= HALO), "what registers and halos hold");
 
 constexpr int MASS_BITS = 36, VOTE_SHIFT = 48;
 
+DEV void sync_block() {
+  if constexpr (PAGED) asm volatile("bar.sync 1, %0;" ::"n"(SELECT_THREADS) : "memory");
+  else __syncthreads();
+}
+DEV bool any_of_block(bool x) {
+  if constexpr (!PAGED) return __syncthreads_or(x);
+  u32 any;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, %2, p; selp.u32 %0, 1, 0, q;}" : "=r"(any) : "r"(static_cast<u32>(x)), "n"(SELECT_THREADS) : "memory");
+  return any != 0;
+}
+
 struct Select {
+#if PAGED
+  alignas(64) u8 pool_map[128];  // tensor map of the pool: channels, tokens, pages
+#endif
   Cache cache;
   const u16* queries;  // [S, L, QUERY_ROWS, query heads, D]
   u8* keep;            // [L, H, columns]
@@ -25,7 +40,7 @@ DEV i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
 struct Head {
   int index, layer, head;
   i64 at, start;  // head slot; position of the ring's oldest token
-  int first, ring, start_row, rows, candidates, total, lengths[SOURCES];
+  int first, ring, start_row, rows, candidates, total, pad, lengths[SOURCES];  // pad: places of the first tile before the first token
 };
 DEV Head head_of(const Select& a) {
   const Cache& c = a.cache;
@@ -43,6 +58,7 @@ DEV Head head_of(const Select& a) {
 #define READ_LENGTH(T) h.candidates += h.lengths[number++] = c.lengths[h.at * TIERS + T];
   EACH_SOURCE(READ_LENGTH)
   h.total = h.first + h.candidates + h.ring;
+  h.pad = PAGED ? (KEYS - h.first % KEYS) % KEYS : 0;
   return h;
 }
 // Calls `window(row, position)` or `paged(tier, entry of the page table, index in the page)` for token `v` in order of time.

@@ -84,16 +84,16 @@ struct Carried {
   float score;
   u32 plan;
 };
-// Tokens that a head's tier may hold after `seen` tokens.
-DEV int cap_of(const Cache& c, i64 at, float seen) {
+// Tokens that a head's tier may hold after `seen` tokens: a share fills its last page.
+template <class F> DEV int cap_of(const Cache& c, i64 at, float seen) {
   int cap = c.cap[at];
   float share = ceilf(__fmul_rn(c.cap_share[at], seen));
-  return share < static_cast<float>(cap) ? static_cast<int>(fmaxf(share, -1.f)) : cap;
+  return share < static_cast<float>(cap) ? min_int(ceil_div(static_cast<int>(fmaxf(share, 0.f)), F::TOKENS) * F::TOKENS, cap) : cap;
 }
 template <class F> DEV void plan_tier(const Sift& a, const HeadSlot& h, Carried& x, float seen) {
   const Cache& c = a.cache;
   i64 at = h.at * TIERS + F::INDEX;
-  int length = c.lengths[at], cap = cap_of(c, at, seen);
+  int length = c.lengths[at], cap = cap_of<F>(c, at, seen);
   float threshold = __fdiv_rn(c.alpha[at], seen);
   bool accept = x.active && cap > 0 && x.score >= threshold;
   if (!accept && (x.active || !a.examine || length == 0)) return;

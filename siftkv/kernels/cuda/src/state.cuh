@@ -26,8 +26,9 @@ struct Arguments {
   const float* bias;    // of all layers
   const int *pairs, *rank;
   const uint2* trig;    // [positions, D/2]: fp16 cos and sin, then what their rounding left
-  const uint4* near;    // [L, H, NEAR, BIAS_BLOCKS, 4]: the same of two pairs by distance, high parts first; where turns are steady, as the next
-  const float4* turns;  // [L, H, TURN_ROWS, BIAS_BLOCKS, 4]: cos and sin of two pairs at 0 ... NEAR - 1, then at multiples of NEAR
+  const uint4* near;    // [L, H, NEAR, BIAS_BLOCKS, 4]: by distance, high parts and rest of pair t, then of pair 4 + t
+  const u8* runs;       // [L, H, RUN_BYTES]: what shared memory holds of it, see `bias.cuh`
+  const float4* turns;  // [L, H, TURN_ROWS, BIAS_BLOCKS, 4]: cos and sin of two pairs at 0 ... TURNS - 1, then at multiples of TURNS
   u32* query;
   float4* bias_query;   // [batch, H, BIAS_BLOCKS, NT, 32]: coefficients of cos and sin of two pairs
   float* query_sum;
@@ -42,6 +43,13 @@ struct Arguments {
 };
 
 DEV i64 head_slot(const Arguments& a, int slot, int head) { return (static_cast<i64>(slot) * LAYERS + a.layer) * KV_HEADS + head; }
+
+// Pairs of a request and a kv head are in the order of rows, request after request, or, with a key bias, head after head, so that a multiprocessor, which
+// has neighbours, works on few heads: what the bias needs of a head stands in its caches.
+constexpr bool HEAD_AFTER_HEAD = BIAS_BLOCKS > 0;
+DEV int pair_of(const Arguments& a, int row) { return HEAD_AFTER_HEAD ? row % KV_HEADS * a.batch + row / KV_HEADS : row; }
+DEV int head_of(const Arguments& a, int pair) { return HEAD_AFTER_HEAD ? static_cast<u32>(pair) / static_cast<u32>(a.batch) : pair % KV_HEADS; }
+DEV int request_of(const Arguments& a, int pair) { return HEAD_AFTER_HEAD ? static_cast<u32>(pair) % static_cast<u32>(a.batch) : pair / KV_HEADS; }
 
 // The window's valid rows are its first `sinks` positions, then the ring from `start` to `now`.
 struct Window {

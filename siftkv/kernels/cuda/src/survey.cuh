@@ -1,24 +1,4 @@
-// Where the bar stands that a token has to reach, for each row: `survey` fills a histogram of the row's logits from all keys, `find_thresholds` reads from it
-// which bucket holds the row's share of attention. A first look at a part of the keys says where the row's window of buckets has to stand; where it was
-// wrong, the window moves and the keys are read once more.
-constexpr int PARTS = SELECT_THREADS / ROWS, PART = (BUCKETS + PARTS - 1) / PARTS;
-
-struct Shared {
-  u32 histogram[HISTOGRAM_WORDS];  // counters of 16 bits, two rows a word; with the lines later scores, then ranks
-  u8 lines[TEAMS][STAGES * STAGE_BYTES];
-  u64 full[TEAMS][STAGES], empty[TEAMS][STAGES];
-  float total[TEAMS][ROWS], below[TEAMS][ROWS];   // masses: all, those below the windows
-  float most[PARTS][ROWS];                        // what a part of a histogram may hold
-  float low[ROWS], exponent[ROWS];
-  int threshold[ROWS], pooled[ROWS], count[ROWS], moved[ROWS], visible[ROWS], of_query[MOST_QUERIES];
-  u32 counts[SELECT_THREADS];
-  Head head;
-  DEV u32* scratch() { return reinterpret_cast<u32*>(this); }  // SCRATCH_WORDS between passes
-};
-static_assert(sizeof(Shared) <= SHARED_BYTES && (!BY_SCORE || SCRATCH_WORDS >= 0x7801), "shared memory; scores have 0x7801 values");
-constexpr int NEVER_REACHED = 0x7FFF;  // a threshold
-constexpr bool COUNTS_ABOVE = REACH > 0 || BY_SCORE;  // else only masses matter there
-
+// The pass over keys that fills the rows' histograms (`bars.cuh`). Where a window did not hold a row's bar, it moves and the keys are read once more.
 // A lane's view of the rows that it holds results of.
 struct Lane {
   int visible[HELD][2], least;
@@ -101,12 +81,6 @@ DEV bool is_inner(int i) {
   return HALO == 0 || ((i >= HALO || t != 0) && (i < LANE_KEYS - HALO || t != 3));
 }
 
-DEV void clear_counts(Shared& s) {
-  for (int i = threadIdx.x; i < HISTOGRAM_WORDS / 4; i += SELECT_THREADS) reinterpret_cast<uint4*>(s.histogram)[i] = uint4{0, 0, 0, 0};
-  if (threadIdx.x < ROWS)
-    for (int t = 0; t < TEAMS; t++) s.total[t][threadIdx.x] = s.below[t][threadIdx.x] = 0.f;
-  __syncthreads();
-}
 // Counts tokens in the rows' windows; a first look counts them as often as their tile weighs, the other adds up the masses of all and of those below, too.
 template <bool FIRST> DEV void read_survey(const Select& a, const Head& h, Shared& s, Pipe& pipe, int block, const Tiles& tiles) {
   using W = Window<FIRST>;
@@ -164,84 +138,6 @@ template <bool FIRST> DEV void survey(const Select& a, const Head& h, Shared& s,
   stream(a, h, pipe, tiles, [&] { read_survey<FIRST>(a, h, s, pipe, block, tiles); });
 }
 
-template <bool FIRST = false> DEV int counted(const Shared& s, int histogram, int bucket, int row) {
-  using W = Window<FIRST>;
-  const u32* at = s.histogram + (histogram * BUCKETS + bucket) * W::bucket_words + word_of(row) * W::copies;
-  u32 sum = 0;
-#pragma unroll
-  for (int i = 0; i < W::copies; i++) sum += at[i] >> (16 * half_of(row)) & 0xFFFFu;
-  return static_cast<int>(sum);
-}
-template <int N> DEV float sum_of(const float (&x)[N][ROWS], int row) {
-  float sum = 0.f;
-  for (int i = 0; i < N; i++) sum += x[i][row];
-  return sum;
-}
-// Windows from a first look: they begin three octaves, of eight, below where the share seems to be reached (with a pool five, of sixteen).
-DEV void place_windows(const Select& a, Shared& s) {
-  constexpr float fine = Window<true>::fine;
-  int row = threadIdx.x;
-  if (row < ROWS) {
-    int first = Window<true>::top;
-    while (first > 1 && counted<true>(s, 0, first, row) == 0) first--;
-    float all = 0.f, held = 0.f;
-    for (int b = first; b > max_int(0, first - 20); b--) all += counted<true>(s, 0, b, row) * exp2_fast((b - first) / fine);
-    int bucket = first + 1;
-    while (bucket > 1 && held < a.p * all) bucket--, held += counted<true>(s, 0, bucket, row) * exp2_fast((bucket - first) / fine);
-    s.low[row] = (bucket - 0.5f) / fine + COARSE_LOW - (REACH > 0 ? 5.f : 3.f);
-    s.moved[row] = 0;
-  }
-  __syncthreads();
-}
-// The largest bucket below which tokens surely hold no more than the share 1 - p, with the most that buckets can hold: R <= (1 - p) T. 0 or TOP where it
-// stands below or above the window.
-DEV int find_share(const Select& a, const Shared& s, int row) {
-  float rest = sum_of(s.below, row), left = (1.f - a.p) * sum_of(s.total, row);
-  if (a.p >= 1.f) return 1;
-  if (rest > left) return 0;
-  int part = 0;
-  while (part < PARTS - 1 && rest + s.most[part][row] <= left) rest += s.most[part++][row];
-  for (int bucket = max_int(1, part * PART); bucket < TOP; bucket++) {
-    rest += static_cast<float>(counted(s, 0, bucket, row)) * exp2_fast(edge(bucket + 1));
-    if (rest > left) return bucket;
-  }
-  return TOP;
-}
-// Thresholds of all rows. False where a window did not hold one; it has moved then.
-DEV bool find_thresholds(const Select& a, const Head& h, Shared& s, int block) {
-  constexpr int overlap = 7;
-  constexpr float width = static_cast<float>(TOP - overlap) / FINE;
-  int row = threadIdx.x % ROWS, part = threadIdx.x / ROWS;
-  float most = 0.f;
-#pragma unroll 4
-  for (int b = max_int(1, part * PART); b < min_int(TOP, (part + 1) * PART); b++) most += static_cast<float>(counted(s, 0, b, row)) * exp2_fast(edge(b + 1));
-  s.most[part][row] = most;
-  __syncthreads();
-  bool failed = false;
-  if (part == 0) {
-    bool counts = block * ROWS + row < h.rows && s.visible[row] > 0;
-    int bucket = counts ? find_share(a, s, row) : NEVER_REACHED, count = 0, pooled = NEVER_REACHED;
-    // Only rounding sends a row back to where it came from: there the edge that it passed is sound.
-    if (bucket == 0 && s.moved[row] > 0) bucket = overlap;
-    int move = bucket == TOP && s.moved[row] >= 0 ? 1 : bucket == 0 ? -1 : 0;
-    if (COUNTS_ABOVE) {
-#pragma unroll 4
-      for (int b = bucket; b < BUCKETS; b++) count += counted(s, 0, b, row);
-    }
-    if (counts && REACH > 0) {
-      int more = 0;
-      for (pooled = BUCKETS; pooled > 1 && more < count;) more += counted(s, 1, --pooled, row);
-    }
-    s.exponent[row] = counts ? s.low[row] + log2_fast(sum_of(s.total, row)) : INF;
-    float up = move * width;
-    // A pooled threshold above the window: as far up as the row's own threshold lets it go.
-    if (REACH > 0 && move == 0 && pooled == TOP && bucket >= 2 * FINE && bucket < TOP) up = static_cast<float>(bucket / FINE - 1);
-    failed = up != 0.f;
-    s.low[row] += up, s.moved[row] = move;
-    s.count[row] = count, s.threshold[row] = bucket, s.pooled[row] = pooled;
-  }
-  return !__syncthreads_or(failed);
-}
 // Looks at every 16th tile of the middle and at all of either end, where sinks and recent tokens are, to know where to count.
 DEV void find_bars(const Select& a, const Head& h, Shared& s, Pipe& pipe, int block) {
   constexpr int sampled = 16;

@@ -10,8 +10,8 @@ static_assert(LEVELS % RANK_THREADS == 0 && MOST_DIGITS % 32 == 0, "levels and d
 struct __align__(16) Ranked { int start, length, first, end, first_block, blocks, unused[2]; };
 
 // What tiers have in common in all prompts: how many levels their bars are above the lowest one's, what a token costs more than in the next tier, tokens
-// a page, and shares where heads cannot be told apart.
-struct Sizes { int shift[TIERS]; float step[TIERS], a_page[TIERS], even[TIERS]; };
+// a page, shares where heads cannot be told apart, and tokens that the last tier of a head leaves to what comes next.
+struct Sizes { int shift[TIERS]; float step[TIERS], a_page[TIERS], even[TIERS], ahead; };
 
 struct Worth {
   Importance asked;      // its prompts are 2 b, the last rows of prompt b, and 2 b + 1, distant ones
@@ -339,18 +339,19 @@ extern "C" __global__ void __launch_bounds__(RANK_THREADS) share_out(const __gri
     for (int t = 0; t < TIERS; t++) sum += total_above(above, w.width, level + s.shift[t]) * s.step[t];
     return sum;
   };
-  float over = 0.f;
-  for (int level = threadIdx.x; level < LEVELS; level += RANK_THREADS) over += cost(level) > r.budget;
+  float ahead = r.whole * s.ahead, budget = r.budget - HEADS * s.step[TIERS - 1] * ahead, over = 0.f;
+  for (int level = threadIdx.x; level < LEVELS; level += RANK_THREADS) over += cost(level) > budget;
   int fits = static_cast<int>(sum_of_block<RANK_WARPS>(over, p.sums)), high = min_int(fits, LEVELS - 1), low = max_int(fits - 1, 0);
-  float least = cost(high), spread = fminf(fmaxf((r.budget - least) / fmaxf(cost(low) - least, ALMOST), 0.f), 1.f);
+  float least = cost(high), spread = fminf(fmaxf((budget - least) / fmaxf(cost(low) - least, ALMOST), 0.f), 1.f);
   int own = threadIdx.x, tier = own % TIERS;
+  if (tier < TIERS - 1) ahead = 0.f;
   auto within = [&](int t) {
     const float* column = above + own / TIERS * w.width + s.shift[t];
     return floorf(between(column[high], column[low], spread));
   };
   float share = 0.f;
   if (own < COLUMNS) {
-    held[own] = within(tier) - (tier > 0 ? within(tier - 1) : 0.f);
+    held[own] = within(tier) - (tier > 0 ? within(tier - 1) : 0.f) + ahead;
     share = held[own] * r.growth;
     p.wanted[own] = held[own] / s.a_page[tier];
   }
@@ -358,8 +359,9 @@ extern "C" __global__ void __launch_bounds__(RANK_THREADS) share_out(const __gri
   if (r.whole > 0.f) {
     p.open(r.pages);
     if (own < COLUMNS) {
-      share = fmaxf(p.grown[own] * s.a_page[tier] - 0.5f, 0.f) * r.each;  // half a token less, lest rounding open a page
-      held[own] = p.pages[own] * s.a_page[tier];
+      float grown = fmaxf(p.grown[own] * s.a_page[tier], (p.pages[own] - 1.f) * s.a_page[tier] + 1.f);  // what a tier has opened it may fill
+      share = fmaxf(grown - 0.5f, 0.f) * r.each;  // half a token less, lest rounding open a page
+      held[own] = fmaxf(p.pages[own] * s.a_page[tier] - ahead, 0.f);
     }
     __syncthreads();
   }
