@@ -54,6 +54,47 @@ def test_prompts_keep_what_they_would_keep_alone(together: bool) -> None:
         assert torch.equal(getattr(cache.state, name), getattr(alone.state, name)), name
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "",
+        "metric=rkv",
+        "metric=snapkv",
+        "metric=accumulated,queries=0",
+        "select=topk,budget=20",
+        "format=k8v4,group=max",
+    ],
+)
+def test_padded_prompts_keep_what_they_would_keep_alone(setting: str) -> None:
+    base = {"p": "0.5", "window": "6", "sinks": "2", "lower": "10", "upper": "30", "queries": "8"}
+    base |= dict(x.split("=") for x in setting.split(",") if x)
+    kv = "hardkv:" + ",".join(f"{name}={value}" for name, value in base.items())
+    lengths = (40, 33, 28, 52, 9, 90, 50)  # 28 is not selected from, 9 and what follows stand for themselves
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(sum(lengths), h, 16, generator=generator) * 2 for h in (4, 2, 2))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    found = []
+    for together in (True, False):
+        cache, bound = small_cache([kv] * len(lengths), max_slots=len(lengths), layers=1, max_window=64)
+        if together:
+            cache.kernels = deferring()
+        slots = [cache.admit(p.rule) for p in bound]
+        chunks = [PromptChunk(*x) for x in zip(slots, starts, lengths, bound, strict=True)]
+        attention = PrefillAttention(cache, chunks)
+        assert [len(g.prompts) for g in attention._groups] == ([4, 1, 2] if together else [1] * 7)
+        attention(0, q, k, v)
+        assert cache.finish_prompts(slots, list(lengths)) == [None] * len(lengths)
+        cache.check_integrity()
+        found.append([cache.tokens(0, slot) for slot in slots])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.position, theirs.position)
+        assert torch.equal(ours.tier, theirs.tier)
+        torch.testing.assert_close(ours.k, theirs.k)
+    held = [int((t.position >= 0).sum()) for t in found[0]]
+    assert held[2] == 2 * 28
+    assert held[5] < 2 * 90
+
+
 def test_a_batch_says_where_each_prompt_stands() -> None:
     measured = [sampled_rows(5, 1), None, sampled_rows(3, 1)]
     batch = PromptBatch.of([4, 2, 7], [5, 2, 3], [(1, 3), (1, 1), (0, 2)], measured, torch.device("cpu"))

@@ -41,7 +41,7 @@ def test_the_ring_holds_the_last_queries(length: int, kernels: str) -> None:
     for layer in range(LAYERS):
         k = torch.randn(length, HEADS, DIM, generator=generator)
         cache.store_prompt(layer, slot, k, k, torch.zeros(HEADS, length), torch.zeros(HEADS, length, dtype=torch.int8))
-        cache.store_queries(layer, slot, history[layer])
+        cache.store_queries(layer, cache.ring_places([(slot, 0, length)]), history[layer])
     cache.finish_prompt(slot, length)
     for _ in range(4):
         check_queries(cache, slot, history)

@@ -150,7 +150,7 @@ def random_prompt(
         rows = policy.rows(length)
         score = torch.zeros(spec.num_kv_heads, length) if rows is None else cache.kernels.prompt_importance(q, k, *rows)
         cache.store_prompt(layer, slot, k, v, score, classified(cache, policy, layer, slot, score, q, k, v))
-        cache.store_queries(layer, slot, q)
+        cache.store_queries(layer, cache.ring_places([(slot, 0, length)]), q)
         stored.append((k, v))
     assert cache.finish_prompt(slot, length) is None
     return stored

@@ -4,72 +4,20 @@ is done.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from siftkv.attention.groups import Group, PromptChunk, groups_of
 from siftkv.cache import KVCache
 from siftkv.errors import NumericsError, OutOfPages
 from siftkv.kernels.prompts import PromptBatch
 from siftkv.kernels.ranking import WorthRule
-from siftkv.policies.base import PromptView, RankedPrompts, Sifted
-
-
-class Sifter(Protocol):
-    """What prompt attention asks about a request: which query rows to measure, and where each token goes."""
-
-    key: Hashable
-    """What sifters that behave alike have in common."""
-
-    def rows(self, length: int) -> tuple[Tensor, Tensor] | None: ...
-
-    def sift(self, prompt: PromptView) -> Sifted: ...
-
-    @property
-    def positional(self) -> bool: ...
-
-    @property
-    def worth_rule(self) -> WorthRule | None: ...
-
-    def sift_ranked(self, prompts: RankedPrompts) -> Sifted: ...
-
-
-@dataclass
-class PromptChunk:
-    """One request's prompt within a flat batch: rows `[start, start + length)`.
-
-    failure: why its keys and values could not be kept. The forward pass goes on for the others; this one must be
-        released.
-    """
-
-    slot: int
-    start: int
-    length: int
-    sifter: Sifter
-    failure: OutOfPages | NumericsError | None = None
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Neighbours in the batch under one policy, classed together: of one length, or seen as one, or ranked by kernels.
-
-    prompts: which of the batch. shape: how many the policy sees, and their tokens. places: as in `PromptView`. slots:
-        int64 `[R]`, theirs. rule: what kernels rank them by, or None.
-    """
-
-    prompts: range
-    span: slice
-    shape: tuple[int, int]
-    places: Tensor | None
-    sifter: Sifter
-    protected: Tensor
-    slots: Tensor
-    rule: WorthRule | None
+from siftkv.policies.base import PromptView, RankedPrompts
 
 
 class PrefillAttention:
@@ -90,26 +38,13 @@ class PrefillAttention:
             [c.sifter.rows(c.length) for c in chunks],
             cache.state.pages.device,
         )
-        together = cache.kernels.DEFERS_FAULTS
-        self._groups = [self._group(prompts) for prompts in _runs(chunks, together)]
-
-    def _group(self, prompts: range) -> _Group:
-        own, device = self.chunks[prompts.start : prompts.stop], self.batch.table.device
-        first, span = own[0], slice(own[0].start, own[-1].start + own[-1].length)
-        slots = self.batch.table[prompts.start : prompts.stop, 0].long()
-        rule = first.sifter.worth_rule if self.cache.kernels.DEFERS_FAULTS else None
-        if len({c.length for c in own}) == 1 or rule is not None:
-            shape, places = (len(own), first.length), None
-            protected = self.cache.protected(first.slot, first.length)
-        else:
-            shape, places = (1, span.stop - span.start), torch.cat([torch.arange(c.length, device=device) for c in own])
-            protected = torch.cat([self.cache.protected(c.slot, c.length) for c in own])
-        return _Group(prompts, span, shape, places, first.sifter, protected, slots, rule)
+        self._groups = groups_of(cache, chunks, self.batch.table[:, 0].long())
+        self._ring = cache.ring_places([(c.slot, c.start, c.length) for c in chunks])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kernels = self.cache.kernels
-        for chunk in self.chunks if self.cache.spec.query_rows else ():
-            self.cache.store_queries(layer, chunk.slot, q[chunk.start : chunk.start + chunk.length])
+        if self.cache.spec.query_rows:
+            self.cache.store_queries(layer, self._ring, q)
         if kernels.DEFERS_FAULTS:
             out, lse = ragged_attention(q, k, v, self.batch)
             score = kernels.measure_prompts(self.batch, q, k, lse)
@@ -131,7 +66,7 @@ class PrefillAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _keep_one(
-        self, layer: int, group: _Group, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, finite: bool
+        self, layer: int, group: Group, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, finite: bool
     ) -> None:
         prompt, span = group.prompts[0], group.span
         chunk = self.chunks[prompt]
@@ -152,7 +87,7 @@ class PrefillAttention:
     def _classify(
         self,
         layer: int,
-        group: _Group,
+        group: Group,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -161,7 +96,7 @@ class PrefillAttention:
         tier: Tensor,
     ) -> None:
         """Ask the group's policy and write its answer into `tier` int8 `[H, T]`, and `score` fp32 where it says so."""
-        span, shape = group.span, group.shape
+        span, shape, padding = group.span, group.shape, group.padding
 
         def measure(rows: Tensor, weight: Tensor) -> Tensor:
             rows, weight = rows.to(k.device), weight.to(k.device)
@@ -172,29 +107,35 @@ class PrefillAttention:
                 each.append(self.cache.kernels.prompt_importance(q[own], k[own], rows, weight, sums))
             return torch.stack(each)
 
+        def seen(x: Tensor) -> Tensor:
+            own = x[span] if padding is None else x[span][padding.rows]
+            return own.unflatten(0, shape)
+
         view = PromptView(
             layer,
-            score[:, span].unflatten(1, shape).transpose(0, 1),
+            seen(score.t()).transpose(1, 2),
             group.protected,
-            q[span].unflatten(0, shape),
-            k[span].unflatten(0, shape),
-            v[span].unflatten(0, shape),
-            measure,
+            seen(q),
+            seen(k),
+            seen(v),
+            measure if padding is None else None,
             (self.cache.state.conditioning.cos, self.cache.state.conditioning.sin),
             self.cache.spec.num_layers,
             group.places,
+            None if padding is None else padding.lengths,
         )
         found = group.sifter.sift(view)
-        tier[:, span].unflatten(1, shape).copy_(found.tier.transpose(0, 1))
-        if found.score is not None:
-            score[:, span].unflatten(1, shape).copy_(found.score.transpose(0, 1))
+        for whole, part in ((tier, found.tier), (score, found.score)):
+            if part is not None:
+                flat = part.transpose(0, 1).flatten(1)
+                whole[:, span] = flat if padding is None else flat[:, padding.places]
         if found.share is not None:
             self.cache.set_shares(layer, group.slots, found.share)
 
     def _rank(
         self,
         layer: int,
-        group: _Group,
+        group: Group,
         rule: WorthRule,
         q: Tensor,
         k: Tensor,
@@ -213,20 +154,6 @@ class PrefillAttention:
         tier[:, group.span].copy_(found.tier)
         if found.share is not None:
             self.cache.set_shares(layer, group.slots, found.share)
-
-
-def _runs(chunks: list[PromptChunk], together: bool) -> list[range]:
-    """Neighbours that can be classed together, or each prompt for itself."""
-    runs: list[range] = []
-    for i, chunk in enumerate(chunks):
-        before = chunks[i - 1]
-        alike = i > 0 and before.sifter.key == chunk.sifter.key
-        any_length = chunk.sifter.positional or chunk.sifter.worth_rule is not None
-        if together and alike and (any_length or before.length == chunk.length):
-            runs[-1] = range(runs[-1].start, i + 1)
-        else:
-            runs.append(range(i, i + 1))
-    return runs
 
 
 def sums_are_finite(k: Tensor, v: Tensor) -> bool:

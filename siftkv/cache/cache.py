@@ -4,7 +4,7 @@ policy and no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from siftkv.cache import compaction
 from siftkv.cache.accounting import CacheUsage, request_bytes, usage
 from siftkv.cache.allocation import empty_state
-from siftkv.cache.compaction import HeadTokens
+from siftkv.cache.compaction import HeadTokens, RingPlaces
 from siftkv.cache.integrity import check_integrity
 from siftkv.cache.rules import SlotRule
 from siftkv.cache.spec import CacheSpec
@@ -60,8 +60,8 @@ class KVCache:
 
     def set_shares(self, layer: int, slots: Tensor, share: Tensor) -> None:
         """New shares of one layer, learned from prompts: slots int64 `[R]`, share fp32 `[R, H, T]` over the pool's
-        tiers. A tier holds at most `ceil(share * N)` tokens a head after `N` tokens, and no more than its cap; infinity
-        leaves only the cap. The host waits for nothing.
+        tiers. A tier holds at most `ceil(share * N)` tokens a head after `N` tokens, rounded up to whole pages, and no
+        more than its cap; infinity leaves only the cap. The host waits for nothing.
         """
         self.state.cap_share[slots, layer] = share.to(self.state.cap_share)
 
@@ -163,12 +163,13 @@ class KVCache:
         """Bool `[B]`: whether all keys and values of each request were finite, up to the last `step`."""
         return ~self.state.not_finite[slots]
 
-    def store_queries(self, layer: int, slot: int, q: Tensor) -> None:
-        """Keep the last queries of one layer of a request's prompt: q `[n, Hq, D]` after RoPE, of positions 0 to n - 1.
+    def ring_places(self, prompts: Sequence[tuple[int, int, int]]) -> RingPlaces:
+        """Where the last queries of prompts go that lie in a flat batch: (slot, first row, length) each."""
+        return compaction.ring_places(self.state, prompts)
 
-        Nothing happens in a cache without a ring of queries.
-        """
-        compaction.store_queries(self.state, layer, slot, q)
+    def store_queries(self, layer: int, places: RingPlaces, q: Tensor) -> None:
+        """Keep the last queries of one layer of prompts: q `[T, Hq, D]` after RoPE, the flat batch of `places`."""
+        compaction.store_queries(self.state, layer, places, q)
 
     def queries(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
         """The last queries of one layer of a request: fp32 `[W', Hq, D]` and their positions int64 `[W']`, ascending;

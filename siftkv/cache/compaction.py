@@ -6,13 +6,14 @@ plain PyTorch, vectorised over heads and tokens, and run on any device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from siftkv.errors import FormatError, OutOfPages, SiftKVError
+from siftkv.kernels.prompts import to_device
 from siftkv.kernels.reference.attention import tier_tokens, window_positions
 from siftkv.kernels.reference.condition import condition_keys, plain_keys
 from siftkv.kernels.reference.pages import extend_tier, pages_needed, return_pages
@@ -54,14 +55,27 @@ class HeadTokens:
     weight: Tensor
 
 
-def store_queries(state: CacheState, layer: int, slot: int, q: Tensor) -> None:
-    """See `siftkv.cache.KVCache.store_queries`."""
+@dataclass(frozen=True)
+class RingPlaces:
+    """Where queries of prompts go: request slots, rows of the ring, and their tokens in the batch, int64 `[N]` each."""
+
+    slots: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+
+def ring_places(state: CacheState, prompts: Sequence[tuple[int, int, int]]) -> RingPlaces:
+    """See `siftkv.cache.KVCache.ring_places`."""
     rows = state.query_rows
-    if not rows:
-        return
-    first = max(0, len(q) - rows)
-    position = torch.arange(first, len(q), device=q.device)
-    state.queries[slot, layer, position % rows] = q[first:].to(state.queries.dtype)
+    kept = [(slot, p % rows, start + p) for slot, start, length in prompts for p in range(length)[-rows:] if rows]
+    slots, ring, tokens = torch.tensor(kept, dtype=torch.int64).view(-1, 3).T
+    device = state.queries.device
+    return RingPlaces(to_device(slots, device), to_device(ring, device), to_device(tokens, device))
+
+
+def store_queries(state: CacheState, layer: int, places: RingPlaces, q: Tensor) -> None:
+    """See `siftkv.cache.KVCache.store_queries`."""
+    state.queries[places.slots, layer, places.rows] = q[places.tokens].to(state.queries.dtype)
 
 
 def recent_queries(state: CacheState, layer: int, slot: int) -> tuple[Tensor, Tensor]:

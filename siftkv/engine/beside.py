@@ -22,7 +22,7 @@ from torch import Tensor
 
 from siftkv.cache import KVCache
 from siftkv.engine.triggers import Trigger
-from siftkv.kernels.state import SELECTION_TENSORS, Selection, SelectionRule
+from siftkv.kernels.state import SELECTION_TENSORS, CacheState, Selection, SelectionRule
 
 
 class Job(Protocol):
@@ -111,8 +111,18 @@ class Pending:
     job: Job
 
 
-def begin(cache: KVCache, slot: int, seen: int, near: int, rewrites: bool, rule: SelectionRule) -> Pending:
+def begin(
+    cache: KVCache,
+    slot: int,
+    seen: int,
+    near: int,
+    rewrites: bool,
+    rule: SelectionRule,
+    select: Callable[[CacheState], Selection],
+) -> Pending:
     """Start the selection of the request in `slot`, for all layers and heads. The host waits for nothing.
+
+    select: makes it of a cache that knows the request alone, in slot 0.
 
     Until it is applied, nothing but decode steps may change the request; `KVCache.release` and `swap_out` wait for it.
     """
@@ -120,7 +130,7 @@ def begin(cache: KVCache, slot: int, seen: int, near: int, rewrites: bool, rule:
     before = kernels.snapshot(cache.state, slot)
     lane = CurrentStream() if rule.metric == "accumulated" else lane_of(cache)
     reads = [getattr(before, name) for name in SELECTION_TENSORS]
-    job = lane.start(lambda: kernels.select(before, 0, rule, longest=max(1, seen - near)), reads)
+    job = lane.start(lambda: select(before), reads)
     cache.under_way[slot] = job.join
     return Pending(seen, near, rewrites, rule, before.lengths[0], job)
 

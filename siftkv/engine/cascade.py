@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from siftkv.cache import CacheSpec, KVCache
 from siftkv.cache.compaction import HeadTokens
 from siftkv.engine.beside import Pending, apply, begin, held_tokens
 from siftkv.engine.binding import BoundPolicy
+from siftkv.engine.together import select_together
 from siftkv.engine.triggers import Trigger
 from siftkv.errors import OutOfPages, PolicyError
-from siftkv.kernels.state import SelectionRule
+from siftkv.kernels.state import CacheState, Selection, SelectionRule
 from siftkv.policies.base import UNLIMITED
 from siftkv.policies.hardkv import HardKV
 from siftkv.policies.hardkv.calibration import HeadCalibration
@@ -84,7 +86,7 @@ class Cascade:
 
     @torch.inference_mode()
     def run(self, cache: KVCache, slot: int, seen: int) -> None:
-        """Trigger now: at once, or, where the cache's kernels select for all layers together, so that `settle` applies
+        """Trigger now: at once, or, where the cache's kernels rewrite all layers together, so that `settle` applies
         it at the request's next step. A rewrite that finds no free page is left to the next trigger; nothing is lost.
         """
         self.history = [trigger for trigger in self.history if trigger.position < seen]
@@ -92,27 +94,34 @@ class Cascade:
             self._calibration.clear()
         prompt_is_selected = seen == self._prompt_length and self.policy.selects_prompt(seen)
         rewrites = seen > self.policy.upper and not prompt_is_selected
-        rule = self._fused_rule(cache)
+        rule = self._rule(cache)
         if rule is None:
             self.history.append(self._run_plain(cache, slot, seen, rewrites))
         else:
             near = min(seen, self.policy.sinks + self.policy.window)
-            self._pending = begin(cache, slot, seen, near, rewrites, rule)
+            select = partial(self._select, cache.kernels, rule, seen, near)
+            self._pending = begin(cache, slot, seen, near, rewrites, rule, select)
 
-    def _fused_rule(self, cache: KVCache) -> SelectionRule | None:
-        """This policy's selection, where the cache's kernels do it for all layers at once; else None."""
-        policy = self.policy
-        plain = policy.calibrate == "rank" and policy.condense == "evict" and policy.layout == "true"
-        plain = (
-            plain
-            and policy.select == "votes"
-            and not (policy.memory or policy.sparse_loading or isinstance(policy.budget, str))
-        )
-        if not plain or policy.queries != cache.state.query_rows or not hasattr(cache.kernels, "select"):
+    def _rule(self, cache: KVCache) -> SelectionRule | None:
+        """This policy's selection, where it can be made, and applied, for all layers at once; else None."""
+        policy, kernels = self.policy, cache.kernels
+        if policy.calibrate != "rank" or policy.condense != "evict" or policy.sparse_loading:
+            return None
+        if policy.queries != cache.state.query_rows or not hasattr(kernels, "rewrite"):
             return None
         sources = tuple(reversed(self._tiers))  # tokens of the last tier are older than those of the first
-        rule = SelectionRule(policy.p, policy.metric, policy.pool, policy.group == "union", policy.head_budget, sources)
-        return rule if cache.kernels.selects(cache.state, rule) else None  # type: ignore[attr-defined]
+        if len(sources) > 1 and cache.spec.layouts[sources[0]].format.dense:
+            return None
+        return SelectionRule(policy.p, policy.metric, policy.pool, policy.group == "union", policy.head_budget, sources)
+
+    def _select(self, kernels: Any, rule: SelectionRule, seen: int, near: int, state: CacheState) -> Selection:
+        """The selection of the request in slot 0: by a kernel where one knows it."""
+        policy = self.policy
+        by_votes = policy.select == "votes" and policy.layout == "true"
+        known = by_votes and not policy.memory and not isinstance(policy.budget, str)
+        if known and kernels.selects(state, rule):
+            return cast(Selection, kernels.select(state, 0, rule, longest=max(1, seen - near)))
+        return select_together(state, 0, policy, rule.sources, seen, self._most_tokens)
 
     def _run_plain(self, cache: KVCache, slot: int, seen: int, rewrites: bool) -> Trigger:
         layers = [self._poll(cache, layer, slot) for layer in range(cache.spec.num_layers)]

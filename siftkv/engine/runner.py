@@ -11,7 +11,7 @@ from torch import Tensor
 
 from siftkv.attention import PrefillAttention, PromptChunk
 from siftkv.attention.decode import choosers
-from siftkv.attention.prefill import Sifter
+from siftkv.attention.groups import Sifter
 from siftkv.cache import KVCache
 from siftkv.engine.graphs import DecodeGraphs, decode_step
 from siftkv.errors import SiftKVError

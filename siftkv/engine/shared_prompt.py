@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from siftkv.attention import PrefillAttention, PromptChunk
-from siftkv.attention.prefill import Sifter
+from siftkv.attention.groups import Sifter
 from siftkv.engine.runner import Runner
 
 

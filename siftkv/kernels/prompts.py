@@ -67,11 +67,11 @@ class PromptBatch:
             starts=bounds[:-1],
             lengths=tuple(lengths),
             middles=tuple(middles),
-            rows=_to_device(rows, device),
-            weight=_to_device(weight, device),
+            rows=to_device(rows, device),
+            weight=to_device(weight, device),
             row_starts=row_starts,
-            table=_to_device(torch.tensor(table, dtype=torch.int32), device),
-            bounds=_to_device(torch.tensor(bounds, dtype=torch.int32), device),
+            table=to_device(torch.tensor(table, dtype=torch.int32), device),
+            bounds=to_device(torch.tensor(bounds, dtype=torch.int32), device),
         )
 
     @property
@@ -131,7 +131,7 @@ def store_one_by_one(
         append_tokens(state, layer, slot, keys, values, scores.t(), position[first:end], tiers.t())
 
 
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy that the host does not wait for."""
     if device.type == "cpu" or x.device == device:
         return x

@@ -51,7 +51,7 @@ def test_redundancy_in_blocks_equals_the_whole_matrix(monkeypatch: pytest.Monkey
     known = torch.ones(2, 50, dtype=torch.bool)
     expected = torch.stack([slow_redundancy(x, 0.5) for x in k])
     torch.testing.assert_close(redundancy(k, known, 0.5), expected)
-    monkeypatch.setattr(metrics, "_BLOCK", 7)
+    monkeypatch.setattr(metrics, "_MOST_PAIRS", 7 * 2 * 50)
     torch.testing.assert_close(redundancy(k, known, 0.5), expected)
 
 

@@ -27,7 +27,8 @@ def filled(kernels: str = "reference") -> tuple[KVCache, BoundPolicy, HardKV, li
     slot = cache.admit(bound.rule)
     stored = random_prompt(cache, bound, slot, LENGTH, generator)
     for layer in range(2):
-        cache.store_queries(layer, slot, torch.randn(LENGTH, 4, 16, generator=generator) * 2)
+        q = torch.randn(LENGTH, 4, 16, generator=generator) * 2
+        cache.store_queries(layer, cache.ring_places([(slot, 0, LENGTH)]), q)
     return cache, bound, policy, stored
 
 

@@ -38,7 +38,7 @@ def fit(policy: HardKV, ballots: list[Ballot], most_tokens: int = UNLIMITED) -> 
     for ballot in ballots:
         voted = (ballot.total if policy.memory else ballot.now) > 0
         keep.append(capped(ballot.candidate & voted, ballot.total, ballot.mass, policy.head_budget))
-    if most_tokens < sum(int(x.sum()) for x in keep):
+    if most_tokens < UNLIMITED:
         keep = _within(keep, ballots, most_tokens)
     return _padded(keep, ballots) if policy.layout == "max" else keep
 

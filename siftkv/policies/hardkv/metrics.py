@@ -20,8 +20,8 @@ from siftkv.policies.hardkv.rows import LayerTokens, Rows
 _SMALLEST = 1e-10
 """Added before a logarithm of a score that may be 0."""
 
-_BLOCK = 512
-"""Keys that are compared with all others at a time."""
+_MOST_PAIRS = 1 << 24
+"""Pairs of keys that are compared at a time."""
 
 
 class Metric(Protocol):
@@ -87,11 +87,12 @@ def redundancy(k: Tensor, known: Tensor, alike: float) -> Tensor:
     `n x n` matrix exists.
     """
     unit = F.normalize(k, dim=-1) * known[..., None]
-    count = k.shape[1]
-    column = torch.arange(count, device=k.device)
+    heads, count = known.shape
+    column = torch.arange(count, dtype=torch.int32, device=k.device)
     total = torch.zeros(known.shape, device=k.device)
-    for start in range(0, count, _BLOCK):
-        stop = min(count, start + _BLOCK)
+    block = max(1, _MOST_PAIRS // max(1, heads * count))
+    for start in range(0, count, block):
+        stop = min(count, start + block)
         cosine = unit[:, start:stop] @ unit.transpose(1, 2)  # [H, block, n]
         cosine.masked_fill_(column[start:stop, None] == column, 0.0)
         last = torch.where(cosine > alike, column, -1).amax(-1, keepdim=True)

@@ -52,6 +52,7 @@ class HardKV(Policy):
     """
 
     name: ClassVar[str] = "hardkv"
+    padded: ClassVar[bool] = True
 
     p: float = 0.9
     metric: str = "attention"
@@ -122,36 +123,48 @@ class HardKV(Policy):
 
         Merging, padding and a budget in bytes wait for the trigger that follows the prompt.
         """
-        if not self.selects_prompt(prompt.length):
+        lengths = prompt.lengths or (prompt.length,)
+        if not any(map(self.selects_prompt, lengths)):
             return torch.zeros(prompt.score.shape, dtype=torch.int8, device=prompt.score.device)
         assert prompt.k is not None
-        keep = torch.stack([self._of_prompt(prompt, one) for one in range(len(prompt.score))])
+        keep = self._of_prompts(prompt)
         rewritten = 0 if self.format == "dense" or DENSE_DTYPES.get(self.format) == prompt.k.dtype else 1
-        return torch.where(keep, rewritten, DROPPED).to(torch.int8)
+        tier = torch.where(keep, rewritten, DROPPED).to(torch.int8)
+        for own, length in zip(tier, lengths, strict=False):
+            if not self.selects_prompt(length):
+                own.zero_()
+        return tier
 
     def selects_prompt(self, length: int) -> bool:
         """Whether `classify` selects from a prompt of `length` tokens at once."""
         alone = self.condense == "evict" and self.layout == "true" and not isinstance(self.budget, str)
         return length > self.upper and alone
 
-    def _of_prompt(self, prompt: PromptView, one: int) -> Tensor:
-        """Bool `[H, n]`: what the last queries of one prompt keep."""
-        length = prompt.length
+    def _of_prompts(self, prompt: PromptView) -> Tensor:
+        """Bool `[R, H, n]`: what the last queries of each prompt keep.
+
+        Padded prompts end together, and only differences of positions count here, so places stand for positions.
+        """
         assert prompt.q is not None
         assert prompt.k is not None
-        first = max(0, length - self.queries)
-        position = prompt.position
-        heads = prompt.k.shape[2]
+        (prompts, heads, length), places = prompt.score.shape, prompt.position
+        first, every = max(0, length - self.queries), prompts * heads
+        position = places.expand(prompts, length)
+        if prompt.lengths is not None:
+            padding = torch.stack([places < length - own for own in prompt.lengths])
+            position = position.masked_fill(padding, -1)
+        protected = prompt.protected.expand(prompts, length)
         tokens = LayerTokens(
-            q=prompt.q[one, first:].float(),
-            q_position=position[first:],
-            k=prompt.k[one].transpose(0, 1).float(),
-            position=position.expand(heads, length),
-            candidate=~prompt.protected.expand(heads, length),
-            score=prompt.score[one],
+            q=prompt.q[:, first:].transpose(0, 1).flatten(1, 2).float(),
+            q_position=places[first:],
+            k=prompt.k.transpose(1, 2).flatten(0, 1).float(),
+            position=position.repeat_interleave(heads, 0, output_size=every),
+            candidate=~protected.repeat_interleave(heads, 0, output_size=every),
+            score=prompt.score.flatten(0, 1),
         )
         votes = self.vote(tokens)
-        return capped(tokens.candidate & (votes.votes > 0), votes.votes, votes.mass, self.head_budget)
+        keep = capped(tokens.candidate & (votes.votes > 0), votes.votes, votes.mass, self.head_budget)
+        return keep.unflatten(0, (prompts, heads))
 
     def vote(self, tokens: LayerTokens, calibrated: bool = False, known: HeadCalibration | None = None) -> Votes:
         """Votes of a layer's tokens; see `siftkv.policies.hardkv.selection.vote`."""

@@ -131,9 +131,8 @@ def capped(keep: Tensor, votes: Tensor, mass: Tensor, most: int | Tensor) -> Ten
     """
     if isinstance(most, int) and most >= keep.shape[-1]:
         return keep
-    standing = _standing(keep, votes, mass)
-    limit = torch.as_tensor(most, device=keep.device)
-    return keep & (standing < limit[..., None])
+    limit = most if isinstance(most, int) else most[..., None]
+    return keep & (_standing(keep, votes, mass) < limit)
 
 
 def filled(candidate: Tensor, votes: Tensor, mass: Tensor, count: Tensor) -> Tensor:
