@@ -76,6 +76,12 @@ class Cascade:
             return False
         return seen == self._prompt_length or (seen + self._stagger) % self.policy.interval == 0
 
+    def moves(self, seen: int) -> bool:
+        """Whether tokens may change pages before the token at position `seen` is fed: a rewrite compacts, so that it
+        takes at most a page a head more than it gives back, and the step after it a page a head.
+        """
+        return self._pending is not None or self.due(seen)
+
     def settle(self, cache: KVCache, slot: int, seen: int) -> None:
         """Apply what an earlier step's trigger selected. What is left of another life, before the request was computed
         anew, is forgotten: its tokens will trigger again.

@@ -21,7 +21,7 @@ from siftkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
 from siftkv.engine.graphs import pages_of_two_steps
 from siftkv.engine.layer_costs import layer_costs
 from siftkv.engine.outputs import StreamChunk
-from siftkv.engine.pipeline import Flight, flies, most_pages
+from siftkv.engine.pipeline import Flight, flies, most_pages, moved_pages
 from siftkv.engine.runner import Runner
 from siftkv.engine.sampler import NonFiniteLogits, Sampler, SamplingRow
 from siftkv.engine.sampling_params import SamplingParams
@@ -223,6 +223,7 @@ class Engine:
         needed = 2 * most_pages(going_on, self.cache.spec.head_slots)
         if self._pages_ahead is not None:
             needed = min(needed, self._pages_ahead)
+        needed += moved_pages(going_on, self.cache.spec.head_slots, ahead=1)
         self._flight = None
         if going_on and needed <= self._free_pages and not self.scheduler.wants_turn(self._free_pages):
             self._flight = self._launch(going_on, flight)

@@ -37,6 +37,10 @@ class PageReader(Cascade):
         """Before every step."""
         return True
 
+    def moves(self, seen: int) -> bool:
+        """Pages are chosen, never changed."""
+        return False
+
     @torch.inference_mode()
     def run(self, cache: KVCache, slot: int, seen: int) -> None:
         """Make ready for the step that feeds the token at position `seen`."""

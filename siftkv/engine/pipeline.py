@@ -24,6 +24,14 @@ def flies(sequence: Sequence) -> bool:
     return simple and captured and sequence.fed == len(sequence.output_ids) - 1
 
 
+def moved_pages(sequences: list[Sequence], head_slots: int, ahead: int = 0) -> int:
+    """Pages that triggers before the next step, and that step because of them, can take at most beyond what requests
+    need as they stand. ahead: tokens that are on their way.
+    """
+    moving = sum(s.cascade is not None and s.cascade.moves(s.seen + ahead) for s in sequences)
+    return 2 * head_slots * moving
+
+
 def most_pages(sequences: list[Sequence], head_slots: int) -> int:
     """Pages that one step can take at most, known without asking the device."""
     return sum(head_slots * (1 + s.policy.rule.catch_up) for s in sequences)

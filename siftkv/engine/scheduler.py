@@ -10,6 +10,7 @@ import torch
 
 from siftkv.cache import KVCache
 from siftkv.engine.forecast import Forecast, peak
+from siftkv.engine.pipeline import moved_pages
 from siftkv.engine.sequence import Sequence, Status
 from siftkv.errors import OutOfPages
 
@@ -151,7 +152,13 @@ class Scheduler:
         return torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.cache.state.pages.device)
 
     def _bound(self) -> int:
-        return self.cache.step_page_bound(self._slots(self.running)) if self.running else 0
+        """Pages that the next step can take at most. A request that is alone is not stopped by what its own trigger
+        might take: it can only take it from itself.
+        """
+        if not self.running:
+            return 0
+        moved = moved_pages(self.running, self.cache.spec.head_slots) if len(self.running) > 1 else 0
+        return self.cache.step_page_bound(self._slots(self.running)) + moved
 
     def _resume(self) -> None:
         while self.swapped:
