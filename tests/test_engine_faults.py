@@ -71,6 +71,12 @@ def test_a_lost_device_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.generate([prompt(20, 20)], GREEDY)
 
 
+@pytest.mark.parametrize("kv", ["sift:top=k8v8,high=k8v4c,low=k4v8", "sift:top=bf16,high=k8v4c,low=k4v8"])
+def test_tiers_of_sift_that_cost_the_same_are_refused_when_a_cache_is_opened(kv: str) -> None:
+    with pytest.raises(PolicyError, match="use a smaller format"):
+        tiny_llm(kv)
+
+
 def test_layers_are_not_measured_for_a_policy_that_the_pool_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*_: object) -> None:
         raise AssertionError("layers were measured")
@@ -91,8 +97,13 @@ def test_layers_are_not_measured_for_a_policy_that_the_pool_refuses(monkeypatch:
         f"diffkv:sample={10**22}",
         f"fixed:length={10**22}",
         "snapkv:kernel=100001",
+        "sift:ratio=1e-320",
+        "hardkv:budget=²",
+        "hardkv:budget=4294967364",
+        f"hardkv:budget={'9' * 400}GiB",
+        "hardkv:pool=100001",
     ],
 )
 def test_settings_beyond_what_a_cache_counts_to_are_refused(kv: str) -> None:
-    with pytest.raises(PolicyError, match="use a"):
+    with pytest.raises(PolicyError, match="use (a|tokens)"):
         parse_policy(kv)

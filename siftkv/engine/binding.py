@@ -60,6 +60,7 @@ class BoundPolicy:
         self._pool_tier = torch.tensor([*self._tiers, -1], dtype=torch.int8)  # index -1 stays "dropped"
         self._pool_size = len(spec.tiers)
         self._prices = self._price(spec, costs)
+        policy.check_prices(self._prices)
         self.rule = self._slot_rule(spec)
         self.tiers_used = len(self._tiers)
         self.tokens_a_page = min(spec.layouts[t].tokens for t in self._tiers)

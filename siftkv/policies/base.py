@@ -208,6 +208,9 @@ class Policy(ABC):
     def check_context(self, max_len: int) -> None:  # noqa: B027 - most policies have nothing to check
         """Raise PolicyError when settings make no sense for contexts of at most `max_len` tokens."""
 
+    def check_prices(self, prices: Prices) -> None:  # noqa: B027
+        """Raise PolicyError when settings make no sense for what tokens cost in this cache."""
+
     def for_model(self, fingerprint: Callable[[], str]) -> Policy:
         """The policy that runs on a model, whose fingerprint is computed when it is asked for. Raises PolicyError for
         settings that were found for another model.

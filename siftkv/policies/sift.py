@@ -58,6 +58,8 @@ _LATER = 4 / 3
 """Times a prompt's length at which a growing request that is kept in part pages has spent its budget."""
 _TYPICAL = (0.125, 0.375, 0.5)
 """Shares of what a prompt keeps that its tiers hold, where nothing is known of a request."""
+_LEAST_RATIO = 1e-4
+"""Below it nothing is left to share out."""
 _LATER_FIRST = 1e-3
 """What a last token is worth more than a first one that is otherwise its equal."""
 _LEAST_COST = 1e-7
@@ -113,8 +115,8 @@ class Sift(Policy):
         check_whole("pool", self.pool, 1, MOST_POOLED)
         for name in ("young", "ahead"):
             check_whole(name, getattr(self, name), 0)
-        if not 0 < self.ratio <= 1:
-            raise PolicyError(f"ratio={self.ratio}: use a share of the 16-bit size, above 0 and at most 1")
+        if not _LEAST_RATIO <= self.ratio <= 1:
+            raise PolicyError(f"ratio={self.ratio}: use a share of the 16-bit size, {_LEAST_RATIO} to 1")
         if not 1 <= self.contrast < math.inf:
             raise PolicyError(f"contrast={self.contrast}: use a number of 1 or more")
         for name in ("distant", "tilt", "prior"):
@@ -192,6 +194,13 @@ class Sift(Policy):
         """Of each layer: its share of the bytes by the mean share."""
         costs = prices.costs or (1.0,) * layers
         return _layer_weights(costs, self.tilt / self.ratio, prices.token[0] / (self.ratio * prices.full))
+
+    def check_prices(self, prices: Prices) -> None:
+        for better, worse, name in zip(prices.token, prices.token[1:], (self.high, self.low), strict=False):
+            if better <= worse:
+                raise PolicyError(
+                    f"{name} takes no fewer bytes in this cache than the tier above it: use a smaller format"
+                )
 
     def _even_share(self, prices: Prices) -> list[float]:
         """Shares of a request's tokens in each tier that use up `ratio` where heads cannot be told apart."""

@@ -9,6 +9,7 @@ from siftkv.errors import PolicyError
 from siftkv.formats import TierFormat
 from siftkv.policies.base import check_whole, check_window
 from siftkv.policies.hardkv.metrics import METRICS
+from siftkv.policies.scores import MOST_POOLED
 
 if TYPE_CHECKING:
     from siftkv.policies.hardkv.policy import HardKV
@@ -23,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:iB|B)", re.IGNORECASE)
+_BYTES = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMG]?)(?:iB|B)", re.IGNORECASE)
 
 
 def budget_of(setting: int | str | None) -> int | str | None:
@@ -34,7 +35,8 @@ def budget_of(setting: int | str | None) -> int | str | None:
     if setting is None or (isinstance(setting, str) and setting.lower() == "none"):
         return None
     text = str(setting).strip()
-    if text.isdigit() and not isinstance(setting, bool):
+    if text.isascii() and text.isdigit() and not isinstance(setting, bool):
+        check_whole("budget", int(text), 0)
         return int(text)
     if not isinstance(setting, str) or _BYTES.fullmatch(text) is None:
         raise PolicyError(f"budget={setting!r}: use tokens a head (1024) or bytes a request (8MiB)")
@@ -56,8 +58,9 @@ def check_settings(policy: HardKV) -> None:
     for name, choices in CHOICES.items():
         if getattr(policy, name) not in choices:
             raise PolicyError(f"unknown {name}={getattr(policy, name)!r}: use {', '.join(choices)}")
-    for name, least in (("lower", 0), ("upper", 0), ("interval", 1), ("queries", 0), ("pool", 1)):
+    for name, least in (("lower", 0), ("upper", 0), ("interval", 1), ("queries", 0)):
         check_whole(name, getattr(policy, name), least)
+    check_whole("pool", policy.pool, 1, MOST_POOLED)
     if policy.lower > policy.upper:
         raise PolicyError(f"lower={policy.lower} is above upper={policy.upper}: votes come before a rewrite")
     if policy.pool % 2 == 0:
