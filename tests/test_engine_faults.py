@@ -105,5 +105,5 @@ def test_layers_are_not_measured_for_a_policy_that_the_pool_refuses(monkeypatch:
     ],
 )
 def test_settings_beyond_what_a_cache_counts_to_are_refused(kv: str) -> None:
-    with pytest.raises(PolicyError, match="use (a|tokens)"):
+    with pytest.raises(PolicyError, match=r"use (a|tokens)"):
         parse_policy(kv)
