@@ -51,8 +51,10 @@ class Forecast:
         self._mean_output = count if known is None else known + _OUTPUT_RATE * (count - known)
 
     def learn_pages(self, sequence: Sequence, pages: int) -> None:
-        """Remember what share of the worst case a prompt under this policy really took."""
-        worst = self._worst_pages(sequence, len(sequence.output_ids))
+        """Remember what share of the worst case a prompt under this policy really took. What a request had generated
+        before it was preempted is fed again later.
+        """
+        worst = self._worst_pages(sequence, output=0)
         if worst:
             known = self._page_share.pop(sequence.policy.key, 1.0)
             share = pages / worst

@@ -12,7 +12,8 @@ from siftkv.server.protocol import ChatCompletionRequest, CompletionRequest, Gen
 
 MOST_STOPS = 128
 MOST_STOP_IDS = 1024
-"""Stop strings and token ids of a request: each is looked at for every token, in the thread that serves everybody."""
+MOST_BIASES = 1024
+"""Stop strings, stop token ids and biases of a request: each takes time of the thread that serves everybody."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat goes on to the end of the context."""
 
@@ -88,9 +89,9 @@ def refuse(body: Generate) -> None:
         _no("skip_special_tokens", "skip_special_tokens=false is not served: special tokens have no text here")
     if body.use_beam_search:
         _no("use_beam_search", "beam search is not served: use n with a temperature")
-    for name, most in (("stop", MOST_STOPS), ("stop_token_ids", MOST_STOP_IDS)):
+    for name, most in (("stop", MOST_STOPS), ("stop_token_ids", MOST_STOP_IDS), ("logit_bias", MOST_BIASES)):
         given = getattr(body, name)
-        if isinstance(given, list) and len(given) > most:
+        if isinstance(given, (list, dict)) and len(given) > most:
             raise ApiError(400, f"{name} must hold at most {most}, not {len(given)}", name, "invalid_value")
     if body.stream_options is not None and not body.stream:
         _no("stream_options", "stream_options may only be given with stream=true")

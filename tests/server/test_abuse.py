@@ -67,7 +67,12 @@ def test_more_than_the_queue_ever_holds_is_no_reason_to_try_again(live: Live) ->
 
 
 def test_lists_that_every_token_is_held_against_are_short(live: Live) -> None:
-    for name, value in (("stop", [f"q{i}" for i in range(200)]), ("stop_token_ids", list(range(3000)))):
+    biases = {str(token): 1.0 for token in range(3000)}
+    for name, value in (
+        ("stop", [f"q{i}" for i in range(200)]),
+        ("stop_token_ids", list(range(3000))),
+        ("logit_bias", biases),
+    ):
         assert error(live.post("/v1/completions", {"prompt": "a", name: value}), 400)["param"] == name
 
 
