@@ -29,6 +29,14 @@ class PromptFailed(SiftKVError):
     """A pass over a prompt ended in an error that nobody foresaw: memory ran out, or a policy's own code raised."""
 
 
+class StepFailed(SiftKVError):
+    """A decode step, a trigger before one, or what was made of its result ended in an error that nobody foresaw."""
+
+
+class DeviceLost(SiftKVError):
+    """The GPU has failed for good: nothing can be computed until the process is started again."""
+
+
 class OutOfPages(SiftKVError):
     """The page pool cannot hold what was asked for. Nothing was taken."""
 

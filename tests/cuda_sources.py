@@ -66,8 +66,8 @@ def measuring(dim: int, dtype: torch.dtype) -> str:
     return str(importance.source(dtype, dim, GROUP))
 
 
-def ranking(dim: int, dtype: torch.dtype, pool: int = 5) -> str:
-    return str(worth.source(dtype, dim, GROUP, HEADS, pool))
+def ranking(dim: int, dtype: torch.dtype) -> str:
+    return str(worth.source(dtype, dim, GROUP, HEADS))
 
 
 def fused(dtype: torch.dtype) -> str:
@@ -89,7 +89,7 @@ EVERY = {
     "measuring": lambda: measuring(128, torch.bfloat16),
     "measuring, head_dim 256": lambda: measuring(256, torch.float16),
     "ranking": lambda: ranking(128, torch.bfloat16),
-    "ranking, head_dim 80": lambda: ranking(80, torch.float16, pool=1),
+    "ranking, head_dim 80": lambda: ranking(80, torch.float16),
     "fused, bf16": lambda: fused(torch.bfloat16),
     "fused, fp16": lambda: fused(torch.float16),
 }

@@ -81,13 +81,13 @@ def test_overlapping_steps_in_a_tight_pool_change_nothing(monkeypatch: pytest.Mo
     plain, overlapping = (tiny_llm("full:window=8", max_window=8, kv_cache_memory_bytes=tight_memory(40)) for _ in "ab")
     engine, graphs, alone = overlapping.engine, EagerGraphs(overlapping), []
     engine.runner.graphs = graphs  # type: ignore[assignment]
-    launch = engine._launch
+    launch = engine.flights.launch
 
     def counted(sequences: list[Sequence], before: Flight | None) -> Flight:
         alone.extend([sequences] if before is None else [])
         return launch(sequences, before)
 
-    monkeypatch.setattr(engine, "_launch", counted)
+    monkeypatch.setattr(engine.flights, "launch", counted)
     (expected, preempted), (found, again) = (finish(llm, params) for llm in (plain, overlapping))
     assert min(preempted, again) > 0, "the pool was meant to run out"
     assert found == expected

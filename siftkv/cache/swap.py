@@ -12,6 +12,9 @@ from torch import Tensor
 from siftkv.kernels.reference.pages import take_pages
 from siftkv.kernels.state import SLOT_TENSORS, CacheState
 
+_PART_BYTES = 128 << 20
+"""Of pages that are copied at a time: on a GPU a part is gathered first, and memory beside the cache is short."""
+
 _COPIED = tuple(name for name in SLOT_TENSORS if name != "page_table")
 
 
@@ -49,20 +52,27 @@ def swap_out(state: CacheState, slot: int) -> SwappedRequest:
     table = state.page_table[slot]
     where = table >= 0
     rest = {name: getattr(state, name)[slot].cpu().clone() for name in _COPIED}
-    return SwappedRequest(_to_host(state.pages[table[where].long()]), where.cpu(), rest)
+    return SwappedRequest(_to_host(state.pages, table[where].long()), where.cpu(), rest)
 
 
-def _to_host(x: Tensor) -> Tensor:
-    """From a GPU into pinned memory, which PyTorch keeps for the next: several times as fast as plain memory."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-    return host.copy_(x)
+def _to_host(pages: Tensor, page: Tensor) -> Tensor:
+    """Pages from a GPU into pinned memory, which PyTorch keeps for the next: several times as fast as plain memory."""
+    host = torch.empty(len(page), pages.shape[1], dtype=pages.dtype, pin_memory=pages.is_cuda)
+    for part, place in zip(*(x.split(_pages_at_once(pages)) for x in (page, host)), strict=True):
+        place.copy_(pages[part])
+    return host
+
+
+def _pages_at_once(pages: Tensor) -> int:
+    return max(1, _PART_BYTES // pages.shape[1])
 
 
 def swap_in(state: CacheState, slot: int, swapped: SwappedRequest) -> None:
     """Put a request into a fresh slot. The caller made sure that its pages are free."""
     device = state.pages.device
     page = take_pages(state, torch.tensor([swapped.num_pages], device=device))
-    state.pages[page.long()] = swapped.pages.to(device, non_blocking=True)
+    for part, content in zip(*(x.split(_pages_at_once(state.pages)) for x in (page, swapped.pages)), strict=True):
+        state.pages[part.long()] = content.to(device, non_blocking=True)
     state.page_table[slot][swapped.where.to(device)] = page
     for name, value in swapped.rest.items():
         getattr(state, name)[slot] = value.to(device)

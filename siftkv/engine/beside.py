@@ -38,7 +38,9 @@ class Lane(Protocol):
     """Where selections run, in the order in which they were started."""
 
     def start(self, work: Callable[[], Selection], reads: Iterable[Tensor]) -> Job:
-        """Run `work` behind what the current stream has been given so far. reads: tensors that nobody else holds."""
+        """Run `work` behind what the current stream has been given so far. reads: tensors that nobody else holds. Where
+        `work` raises, the current stream goes on behind what it had launched by then.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,14 @@ class SideStream:
 
     def start(self, work: Callable[[], Selection], reads: Iterable[Tensor]) -> Job:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            found = work()
-            selected = torch.cuda.Event()
-            selected.record()
+        try:
+            with torch.cuda.stream(self._stream):
+                found = work()
+                selected = torch.cuda.Event()
+                selected.record()
+        except BaseException:  # the request's pages, and what was read, will be somebody else's
+            torch.cuda.current_stream().wait_stream(self._stream)
+            raise
         for tensor in reads:
             tensor.record_stream(self._stream)
         return _Running(found, selected)
@@ -141,8 +147,8 @@ def apply(cache: KVCache, slot: int, pending: Pending) -> Trigger:
     the next trigger. The host waits for nothing.
     """
     kernels: Any = cache.kernels
-    cache.under_way.pop(slot, None)
     found, rule = pending.job.join(), pending.rule
+    cache.under_way.pop(slot, None)
     done: bool | Tensor = True
     if pending.rewrites:
         done = kernels.rewrite(cache.state, slot, found.keep, rule.sources[0], rule.sources, pending.tokens_at)

@@ -246,12 +246,17 @@ def cascade_of(bound: BoundPolicy, spec: CacheSpec, prompt_ids: SequenceOf[int],
 
 
 def run_due(cache: KVCache, requests: Iterable[tuple[Cascade | None, int, int]]) -> None:
-    """Apply the triggers of the step before, and run those that are due before the next token is fed: (triggers, slot,
-    tokens seen) a request.
-    """
+    """`trigger` of several requests: (triggers, slot, tokens seen) each."""
     for cascade, slot, seen in requests:
-        if cascade is None:
-            continue
-        cascade.settle(cache, slot, seen)
-        if cascade.due(seen):
-            cascade.run(cache, slot, seen)
+        trigger(cache, cascade, slot, seen)
+
+
+def trigger(cache: KVCache, cascade: Cascade | None, slot: int, seen: int) -> None:
+    """Apply the trigger of the step before a request's next one, and run the one that is due before its next token is
+    fed. An error leaves the request half changed: then it can only be given up (`siftkv.cache.recovery.discard`).
+    """
+    if cascade is None:
+        return
+    cascade.settle(cache, slot, seen)
+    if cascade.due(seen):
+        cascade.run(cache, slot, seen)

@@ -47,10 +47,10 @@ class Delivery:
             return self.finish(sequence, "length", [token], logprob, text, may_stop=may_stop)
         return self._chunk(sequence, text, [token], logprob)
 
-    def fail(self, sequence: Sequence, error: SiftKVError) -> StreamChunk:
-        """End a sequence by an error, which names its request."""
+    def fail(self, sequence: Sequence, error: SiftKVError, closed: bool = False) -> StreamChunk:
+        """End a sequence by an error, which names its request. closed: without the text that was held back."""
         sequence.error = type(error)(f"request {sequence.request_id}: {error}")
-        return self.finish(sequence, "abort")
+        return self.finish(sequence, "abort", closed=closed)
 
     def finish(
         self,

@@ -149,8 +149,8 @@ class LLM:
 
         prompts: one prompt or several, each a string or token ids. sampling_params, kv: one for all, or one a prompt.
         Raises RequestError, PolicyError or FormatError before anything runs when a request is invalid. When a request
-        fails while it runs (NumericsError, OutOfPages), the others are finished first; the exception's `outputs` holds
-        what was generated.
+        fails while it runs (NumericsError, OutOfPages, PromptFailed, StepFailed), the others are finished first; the
+        exception's `outputs` holds what was generated. Raises DeviceLost when the GPU has failed for good.
         """
         batch = _as_list(prompts)
         if not batch:

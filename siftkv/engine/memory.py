@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,9 @@ def cache_budget(
 ) -> int:
     """Bytes that the cache may take so that a GPU is used up to `utilization` of its memory.
 
-    The largest prompt pass and the largest decode step are run once without a cache: the first one's peak must fit
-    beside the cache, and the second one's stays in the memory of captured graphs. Raises SiftKVError when the share is
-    not one, or nothing is left.
+    The largest pass over prompts, the longest prompt (which runs whole, however long it is) and the largest decode step
+    are run once without a cache: peaks of passes must fit beside the cache, and the step's stays in the memory of
+    captured graphs. Raises SiftKVError when the share is not one, or nothing is left.
     """
     if not 0 < utilization <= 1:
         raise SiftKVError(f"gpu_memory_utilization={utilization}: use a share above 0 and at most 1")
@@ -28,6 +30,8 @@ def cache_budget(
     length = min(max_batched_tokens, max_model_len)
     prompts = max(1, max_batched_tokens // length)
     prompt_pass = _peak(decoder, [length] * prompts)
+    if max_model_len > length:
+        prompt_pass = max(prompt_pass, _peak(_first_layers(decoder), [max_model_len]))
     decode_step = _peak(decoder, [1] * max_num_seqs)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -35,10 +39,19 @@ def cache_budget(
     if budget <= 0:
         raise SiftKVError(
             f"no memory is left for a KV cache: of {total >> 20} MiB, {(total - free) >> 20} are in use and passes "
-            f"take {(prompt_pass + decode_step) >> 20}; lower max_num_batched_tokens or max_num_seqs, raise "
-            "gpu_memory_utilization, or free the GPU"
+            f"take {(prompt_pass + decode_step) >> 20}; lower max_model_len ({max_model_len} tokens), "
+            "max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization, or free the GPU"
         )
     return budget
+
+
+def _first_layers(decoder: Decoder) -> Decoder:
+    """A model of two layers, which takes as much memory for a pass as one of all: 131,072 tokens of an 8B shape would
+    take 10 s through all of them.
+    """
+    shallow = copy.copy(decoder)
+    shallow.layers = decoder.layers[:2]
+    return shallow
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +18,7 @@ from siftkv.errors import OutOfPages
 Preemption = Literal["swap", "recompute"]
 Admission = Literal["careful", "greedy"]
 
+_log = logging.getLogger("siftkv.engine")
 _OVERCOMMIT = 1 / 20
 """Of the pool, while swap space lasts: the last of many equal requests then waits in host memory for the end of the
 first, instead of for a wave of its own.
@@ -125,7 +127,8 @@ class Scheduler:
         hopeless = []
         for sequence in reversed(sequences):
             self.running.remove(sequence)
-            self.cache.release([sequence.slot])
+            if sequence.slot >= 0:
+                self.cache.release([sequence.slot])
             sequence.slot, sequence.status = -1, Status.WAITING
             sequence.prefill_failures += 1
             if admitted == 1 and not self.running and not self.swapped:
@@ -134,6 +137,28 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
         self._hold_prompts = True
         return hopeless
+
+    def leans_on_itself(self) -> bool:
+        """Whether the only request that runs has a trigger before its next step, whose pages nobody keeps free."""
+        return len(self.running) == 1 and moved_pages(self.running, 1) > 0
+
+    def has_room(self) -> bool:
+        """Whether the next step finds its pages for sure, once triggers before it have run."""
+        return self.cache.step_page_bound(self._slots(self.running)) <= self.cache.free_pages
+
+    def full(self, sequence: Sequence) -> OutOfPages:
+        """Why a sequence that has the pool to itself cannot go on."""
+        return OutOfPages(
+            f"the pool of {self.cache.spec.num_pages} pages is full after {len(sequence.output_ids)} tokens: "
+            "raise kv_cache_memory_bytes, or use a kv setting that keeps less"
+        )
+
+    def too_large(self, sequence: Sequence) -> OutOfPages:
+        """Why its prompt cannot start."""
+        return OutOfPages(
+            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {self.cache.spec.num_pages} pages "
+            f"under {sequence.policy.name}: raise kv_cache_memory_bytes, or use a kv setting that keeps less"
+        )
 
     def _fits_until_it_ends(self, sequence: Sequence, others: list[Sequence], extra: int = 0) -> bool:
         """Whether the pool and `extra` pages are expected to hold a sequence beside others until they end."""
@@ -207,11 +232,6 @@ class Scheduler:
         while self.running and self._bound() > self.cache.free_pages:
             victim = self.running.pop()
             if not self.running:
-                victim.error = OutOfPages(
-                    f"request {victim.request_id}: the pool of {self.cache.spec.num_pages} pages is full "
-                    f"after {len(victim.output_ids)} tokens: "
-                    "raise kv_cache_memory_bytes, or use a kv setting that keeps less"
-                )
                 return [victim]
             self._preempt(victim)
         return []
@@ -219,10 +239,14 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         victim.preemptions += 1
         if self.preemption == "swap" and self.swapped_bytes + self.cache.swap_bytes(victim.slot) <= self.swap_bytes:
-            victim.swapped, victim.slot = self.cache.swap_out(victim.slot), -1
-            victim.status = Status.SWAPPED
-            self.swapped.appendleft(victim)
-            return
+            try:
+                victim.swapped, victim.slot = self.cache.swap_out(victim.slot), -1
+            except (RuntimeError, MemoryError) as error:
+                _log.warning("a request is computed anew, since it could not be swapped out: %s", error)
+            else:
+                victim.status = Status.SWAPPED
+                self.swapped.appendleft(victim)
+                return
         victim.peak_bytes = max(victim.peak_bytes, int(self.cache.peak_bytes(self._slots([victim]))[0]))
         self.cache.release([victim.slot])
         victim.slot, victim.fed, victim.status = -1, 0, Status.WAITING

@@ -18,6 +18,8 @@ LEVELS = 2048
 """Of the scale."""
 LOWEST_OCTAVE = -96
 """Logarithm to base 2 of where the scale begins; what is below counts as level 0."""
+MOST_POOLED = 1023
+"""Positions that a pool may span: work grows with them."""
 LEAST_DISTANT = 4
 """Distant queries from which a token's mean over them is believed."""
 SCALES = 256

@@ -72,9 +72,12 @@ class Decoder(torch.nn.Module):
         x, normed, cos, sin = self._enter(token_ids, positions, lengths)
         eps, next_norms = self.config.rms_norm_eps, [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            # Unnamed, so that this layer's keys and values are gone before the next layer's exist.
-            attended = layer.output(attend(index, *layer.project(normed, cos, sin)))
-            x, normed = add_rms_norm(x, attended, layer.mlp_norm, eps)
+            q, k, v = layer.project(normed, cos, sin)
+            del normed  # as large as the queries
+            attended = attend(index, q, k, v)
+            del q, k, v  # before the next layer's exist
+            x, normed = add_rms_norm(x, layer.output(attended), layer.mlp_norm, eps)
+            del attended
             x, normed = add_rms_norm(x, layer.mlp(normed), next_norm, eps)
         return normed
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siftkv.errors import PolicyError
+from siftkv.kernels import ranking
 from siftkv.policies.base import PromptView, check_whole
 
 _MOST_ELEMENTS = 1 << 24
 """Attention logits that are held at a time."""
 
 POOLINGS = ("max", "avg")
-MOST_POOLED = 1023
-"""Positions that a pool may span: work grows with them."""
+MOST_POOLED = ranking.MOST_POOLED
 
 
 def check_pool(kernel: int, pooling: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -120,10 +122,10 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@DTYPES
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(("inner", "outer"), [(4096, 512), (14336, 130), (576, 1536), (8, 2), (1000, 98), (1544, 6)])
-def test_linear_layers_of_few_rows(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
+def linear_layers(
+    rows: int, inner: int, outer: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+    """Random layers without and with a bias, checked against exact ones: input, weight, bias and result."""
     torch.manual_seed(inner)
     x, weight = normal(rows, inner, dtype=dtype), normal(outer, inner, dtype=dtype, scale=inner**-0.5)
     for bias in (None, normal(outer, dtype=dtype)):
@@ -132,6 +134,14 @@ def test_linear_layers_of_few_rows(rows: int, inner: int, outer: int, dtype: tor
         found = few.linear(x, weight, bias)
         assert relative(found, exact) < STEP[dtype] / 2
         assert relative(few.swiglu_linear(x, weight, bias), reference.swiglu(exact)) < 2 * STEP[dtype]
+        yield x, weight, bias, found
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("inner", "outer"), [(4096, 512), (14336, 130), (576, 1536), (8, 2), (1000, 98), (1544, 6)])
+def test_linear_layers_of_few_rows(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
+    for x, weight, bias, found in linear_layers(rows, inner, outer, dtype):
         # A request's result does not depend on its batch mates.
         assert torch.equal(found[-1:], few.linear(x[-1:].clone(), weight, bias))
 
@@ -156,17 +166,9 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_linear_layers_on_tensor_cores(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(inner)
-    x, weight = normal(rows, inner, dtype=dtype), normal(outer, inner, dtype=dtype, scale=inner**-0.5)
-    for bias in (None, normal(outer, dtype=dtype)):
-        exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        assert few.takes(x, weight)
-        found = few.linear(x, weight, bias)
-        assert relative(found, exact) < STEP[dtype] / 2
-        assert relative(few.swiglu_linear(x, weight, bias), reference.swiglu(exact)) < 2 * STEP[dtype]
-        # A request's result does not depend on its batch mates.
-        mates = x.flip(0)
-        assert torch.equal(found.flip(0), few.linear(mates, weight, bias))
+    for x, weight, bias, found in linear_layers(rows, inner, outer, dtype):
+        # A request's result does not depend on its place among its batch mates.
+        assert torch.equal(found.flip(0), few.linear(x.flip(0), weight, bias))
 
 
 @DTYPES

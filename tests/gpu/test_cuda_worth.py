@@ -13,6 +13,7 @@ from siftkv.attention import PrefillAttention, PromptChunk
 from siftkv.cache import KVCache
 from siftkv.engine.binding import BoundPolicy
 from siftkv.kernels.cuda import measure_prompts, rank_prompts
+from siftkv.kernels.cuda.worth import _kernels
 from siftkv.kernels.prompts import PromptBatch
 from siftkv.kernels.ranking import LEVELS, at_or_above
 from siftkv.policies import Sift, parse_policy
@@ -91,7 +92,8 @@ def page_of(tier: int) -> int:
         (8, 4, 128, torch.bfloat16, {"ratio": 0.175}),
         (3, 3, 64, torch.float16, {"observe": 100, "reach": 50, "pool": 1, "young": 0}),
         (1, 1, 256, torch.bfloat16, {"pool": 9, "distant": 2.0, "contrast": 3.0}),
-        (4, 2, 80, torch.float16, {"observe": 700, "window": 64, "sinks": 0}),
+        (4, 2, 80, torch.float16, {"observe": 700, "window": 64, "sinks": 0, "ratio": 0.4}),
+        (2, 2, 64, torch.bfloat16, {"pool": 1023}),
     ],
 )
 def test_prompts_of_any_lengths_are_sifted_as_by_the_reference(
@@ -163,6 +165,14 @@ def test_shares_are_those_of_the_reference() -> None:
         same = (held - expected[0]).abs() <= 1
         assert same.float().mean() > 0.97
         torch.testing.assert_close(share[same], expected[1][same], rtol=0.01, atol=2e-3)
+
+
+def test_no_pool_is_compiled_for_itself() -> None:
+    for pool in (5, 7, 9):
+        layer = Layer.random(Sift(pool=pool), LENGTHS[:4], 5, 1, 64, torch.bfloat16)
+        before = _kernels.cache_info().misses
+        layer.rank(layer.score(), LEVELS)
+        assert _kernels.cache_info().misses - before == (pool == 5)
 
 
 def test_a_prompt_is_ranked_as_it_is_alone() -> None:

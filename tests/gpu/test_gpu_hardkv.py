@@ -184,10 +184,10 @@ def until_selecting(llm: LLM, steps: int) -> None:
         llm.engine.step()
     while not llm.cache.under_way:
         llm.engine.step()
-    if llm.engine._flight is not None:
-        llm.engine._free_pages = -1
+    if llm.engine.flights.under_way is not None:
+        llm.engine.flights.free_pages = -1
         llm.engine.step()
-    assert llm.engine._flight is None
+    assert llm.engine.flights.under_way is None
     assert llm.cache.under_way
 
 

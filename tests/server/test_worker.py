@@ -12,8 +12,8 @@ import pytest
 
 from siftkv import LLM, SamplingParams
 from siftkv.engine.outputs import CompletionOutput
-from siftkv.errors import RequestError
-from siftkv.server.errors import EngineDied, QueueFull, Unavailable
+from siftkv.errors import RequestError, StepFailed
+from siftkv.server.errors import EngineDied, QueueFull, Unavailable, api_error
 from siftkv.server.generation import ClientGone, Generation, GenerationRequest
 from siftkv.server.worker import EngineWorker
 from tests.server.live import byte_llm, wait_for
@@ -190,6 +190,29 @@ def test_an_engine_that_fails_tells_everybody(llm: LLM) -> None:
 
     run(task)
     assert worker.state == "failed"
+
+
+def test_a_step_that_fails_ends_what_runs_and_the_engine_goes_on(
+    worker: EngineWorker, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, faults = llm.engine.runner.decode, [RuntimeError("nobody's")]
+
+    def decode(*args: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return real(*args)
+
+    monkeypatch.setattr(llm.engine.runner, "decode", decode)
+
+    async def task() -> None:
+        with pytest.raises(StepFailed, match="a decode step failed") as caught:
+            await outputs(await worker.submit([request(llm)], "x"))
+        assert api_error(caught.value).status == 500
+        found = await outputs(await worker.submit([request(llm)], "y"))
+        assert [len(out.token_ids) for out in found.values()] == [5]
+
+    run(task)
+    assert worker.state == "ready"
 
 
 def test_nobody_hangs_when_the_engine_fails_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

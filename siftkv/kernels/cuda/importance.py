@@ -90,12 +90,15 @@ class _Sizes:
 
 @dataclass
 class Plan:
-    """What is the same in every layer: arguments, grids and work space."""
+    """What is the same in every layer: arguments, grids and work space. parts: elements of the one that rows take whose
+    sums nobody knows, hundreds of MiB for a long prompt; made when it is needed.
+    """
 
     kernels: dict[str, Kernel]
     arguments: Importance
     grids: dict[str, tuple[int, int]]
     kept: tuple[Tensor, ...]
+    parts: int
 
     @staticmethod
     def of(
@@ -122,7 +125,6 @@ class Plan:
         tables, addresses = on_device({"prompts": records, "owners": owners} | work, device)
         space, spaces = _work_space(
             {
-                "parts": parts[-1] * heads * group,
                 "exponent": padded[-1] * heads * group,
                 "sums": sums[-1] * heads,
                 **dict.fromkeys(("padded_weight", "followers", "padded_rows"), padded[-1]),
@@ -137,7 +139,7 @@ class Plan:
         arguments.keys_a_part = _KEYS_A_PART
         grids = {name.removesuffix("_work"): (len(blocks) // 2, heads) for name, blocks in work.items()}
         grids |= {"pad": (len(sizes), 1), "combine": (_ceil(padded[-1] * heads * group, FINISH_THREADS), 1)}
-        plan = Plan(kernels, arguments, grids, (tables, space, weight, rows))
+        plan = Plan(kernels, arguments, grids, (tables, space, weight, rows), parts[-1] * heads * group)
         plan.launch("pad")
         return plan
 
@@ -151,6 +153,9 @@ class Plan:
         a.q_token, a.q_head, _ = q.stride()
         a.k_token, a.k_head, _ = k.stride()
         if lse is None:
+            if a.parts is None:
+                space, addresses = _work_space({"parts": self.parts}, q.device)
+                a.parts, self.kept = addresses["parts"], (*self.kept, space)
             self.launch("exponents")
         else:
             lse = lse if lse.stride(1) == 1 else lse.contiguous()

@@ -23,6 +23,7 @@ from siftkv.kernels.ranking import (
     LEVELS,
     LEVELS_AN_OCTAVE,
     LOWEST_OCTAVE,
+    MOST_POOLED,
     SCALES,
     SOON,
     TierSizes,
@@ -59,7 +60,7 @@ class _Worth(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in ("v_token", "v_head", "score_head")),
         *((name, ctypes.c_float) for name in ("distant", "later", "unseen")),
-        *((name, ctypes.c_int) for name in ("width", "young")),
+        *((name, ctypes.c_int) for name in ("width", "young", "pool")),
         ("sizes", _Sizes),
     )
 
@@ -106,7 +107,7 @@ class _Plan:
         for name, address in (addresses | {name: x.data_ptr() for name, x in space.items()}).items():
             setattr(arguments, name, address)
         arguments.distant, arguments.later, arguments.unseen = rule.distant, rule.later, rule.prior
-        arguments.width, arguments.young = width, rule.young
+        arguments.width, arguments.young, arguments.pool = width, rule.young, rule.pool
         grids = {"weigh": (sum(blocks), heads)} | dict.fromkeys(("levels", "place"), (len(prompts), heads))
         grids["share_out"] = (len(prompts), 1)
         return _Plan(measured, arguments, grids, space, tables)
@@ -189,7 +190,7 @@ def _plan(batch: PromptBatch, prompts: range, rule: WorthRule, width: int, q: Te
     key = ("worth", prompts, rule, width, q.shape[1:], k.shape[1:], k.dtype)
     plan: _Plan | None = batch.scratch.get(key)
     if plan is None:
-        kernels = _kernels(k.dtype, dim, group, heads, rule.pool, k.device)
+        kernels = _kernels(k.dtype, dim, group, heads, k.device)
         plan = batch.scratch[key] = _Plan.of(batch, prompts, rule, width, q, k, kernels)
     return plan
 
@@ -209,10 +210,11 @@ def _rows(length: int, rule: WorthRule) -> Iterator[Tensor]:
     yield asked_rows(length, min(rule.reach, length), rule.observe)
 
 
-def source(dtype: torch.dtype, dim: int, group: int, heads: int, pool: int) -> str:
+def source(dtype: torch.dtype, dim: int, group: int, heads: int) -> str:
     """The whole source, its constants first."""
     constants = [
-        f"constexpr int HEADS = {heads}, POOL = {pool}, LEVELS = {LEVELS}, LEAST_DISTANT = {LEAST_DISTANT};",
+        f"constexpr int HEADS = {heads}, LEVELS = {LEVELS}, LEAST_DISTANT = {LEAST_DISTANT};",
+        f"constexpr int MOST_POOLED = {MOST_POOLED};",
         f"constexpr float LOWEST_OCTAVE = {LOWEST_OCTAVE}, LEVELS_AN_OCTAVE = {LEVELS_AN_OCTAVE};",
         f"constexpr int SCALES = {SCALES};",
         f"constexpr float ALMOST = {ALMOST!r}f, SOON = {SOON!r}f;",
@@ -221,5 +223,5 @@ def source(dtype: torch.dtype, dim: int, group: int, heads: int, pool: int) -> s
 
 
 @lru_cache(maxsize=16)
-def _kernels(dtype: torch.dtype, dim: int, group: int, heads: int, pool: int, device: torch.device) -> Kernels:
-    return compiled(source(dtype, dim, group, heads, pool), THREADS | _OWN_THREADS, device)
+def _kernels(dtype: torch.dtype, dim: int, group: int, heads: int, device: torch.device) -> Kernels:
+    return compiled(source(dtype, dim, group, heads), THREADS | _OWN_THREADS, device)

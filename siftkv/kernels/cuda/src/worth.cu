@@ -29,7 +29,7 @@ struct Worth {
   float *held, *share;   // [R, H, TIERS]: how many tokens are in a tier or a better one; shares of what the request sees later
   i64 v_token, v_head, score_head;
   float distant, later, unseen;  // unseen: of the average mean square, what every token is taken to have in advance
-  int width, young;
+  int width, young, pool;  // pool: positions, odd, that `weigh` averages over, at most MOST_POOLED
   Sizes sizes;
 };
 
@@ -57,12 +57,12 @@ DEV float square_of(u32 pair) {
   return low * low + high * high;
 }
 extern "C" __global__ void __launch_bounds__(FINISH_THREADS) weigh(const __grid_constant__ Worth w) {
-  __shared__ float recent[FINISH_THREADS + POOL - 1], norm[FINISH_THREADS], sums[FINISH_THREADS / 32];
+  __shared__ float recent[FINISH_THREADS + MOST_POOLED - 1], norm[FINISH_THREADS], sums[FINISH_THREADS / 32];
   let_successor_start();
   const Importance& a = w.asked;
   int2 work = w.weigh_work[blockIdx.x];
   const Ranked r = w.ranked[work.x];
-  int head = blockIdx.y, from = work.y * FINISH_THREADS, key = from + threadIdx.x, piece = threadIdx.x & 7;
+  int head = blockIdx.y, from = work.y * FINISH_THREADS, key = from + threadIdx.x, piece = threadIdx.x & 7, beside = w.pool / 2;
   const u16* values = w.v + r.start * w.v_token + head * w.v_head;
   for (int i = threadIdx.x / 8; i < FINISH_THREADS; i += FINISH_THREADS / 8) {
     const uint4* row = reinterpret_cast<const uint4*>(values + min_int(from + i, r.length - 1) * w.v_token);
@@ -78,18 +78,18 @@ extern "C" __global__ void __launch_bounds__(FINISH_THREADS) weigh(const __grid_
   wait_for_predecessor();
   const Prompt &last = a.prompts[2 * work.x], &distant = a.prompts[2 * work.x + 1];
   int rows;
-  for (int i = threadIdx.x; i < FINISH_THREADS + POOL - 1; i += FINISH_THREADS) {
-    int at = from + i - POOL / 2;
+  for (int i = threadIdx.x; i < FINISH_THREADS + 2 * beside; i += FINISH_THREADS) {
+    int at = from + i - beside;
     recent[i] = at >= 0 && at < r.length ? mean_square(a, last, head, at, rows) : 0.f;
   }
   __syncthreads();
   float worth = 0.f, square = 0.f;
   if (key < r.length) {
-    int low = max_int(key - POOL / 2, 0), high = min_int(key + POOL / 2, r.length - 1);
+    int low = max_int(key - beside, 0), high = min_int(key + beside, r.length - 1);
     float pooled = 0.f;
-    for (int i = low; i <= high; i++) pooled += recent[i - from + POOL / 2];
+    for (int i = low; i <= high; i++) pooled += recent[i - from + beside];
     float far = mean_square(a, distant, head, key, rows);
-    if (rows < LEAST_DISTANT) far = recent[threadIdx.x + POOL / 2];
+    if (rows < LEAST_DISTANT) far = recent[threadIdx.x + beside];
     square = pooled / static_cast<float>(high - low + 1) + w.distant * far;
     worth = square * norm[threadIdx.x];
     i64 at = static_cast<i64>(head) * a.tokens + r.start + key;
