@@ -8,7 +8,9 @@ What decides (measured on SmolLM2 and Qwen2.5-Coder, see docs/policies.md):
   they count as the layer's average at least. What the queries have not wanted the next one may: `prior`.
 - All heads of a layer share one scale. Its best tokens stay, as many as its part of `ratio` of a 16-bit cache has room
   for, window and tables counted; what is worth `contrast` times the least of them is stored in the middle tier, and
-  `contrast` cubed in the top tier. So a head whose attention is concentrated keeps fewer tokens than a diffuse one.
+  its cube in the top tier. So a head whose attention is concentrated keeps fewer tokens than a diffuse one. The more
+  room there is, the further away is what is dropped, and the less it is missed: then `contrast` is less, which drops a
+  few tokens more and stores more of the others precisely.
 - Layers differ in what the model loses with their tokens (`siftkv.engine.layer_costs` measures it). A layer gets `tilt`
   of its 16-bit size more for each factor e.
 - Bytes are spent in pages. A prompt fills every page that it opens but for room in the last tier, in which the `ahead`
@@ -58,6 +60,11 @@ _LATER = 4 / 3
 """Times a prompt's length at which a growing request that is kept in part pages has spent its budget."""
 _TYPICAL = (0.125, 0.375, 0.5)
 """Shares of what a prompt keeps that its tiers hold, where nothing is known of a request."""
+_LITTLE_ROOM = 256
+"""16-bit tokens that a head has room for, up to which `contrast` holds."""
+_LESS_CONTRAST = 0.5
+"""Octaves by which it falls for each octave of room beyond."""
+_LEAST_CONTRAST = 3.0
 _LEAST_RATIO = 1e-4
 """Below it nothing is left to share out."""
 _LATER_FIRST = 1e-3
@@ -75,9 +82,10 @@ class Sift(Policy):
 
     ratio: physical bytes by those of a 16-bit cache, windows and tables counted. Short requests, whose 16-bit window
         alone is more than that, get half of `ratio` for what is beyond the window.
-    top, high, low: formats of the tiers. contrast: how many times the least worth that stays is worth `high`; its cube
-        is worth `top`. tilt: share of a layer's 16-bit size that it gets more for each factor e of what the model loses
-        with its tokens; 0 = layers get the same.
+    top, high, low: formats of the tiers. contrast: how many times the least worth that stays is worth `high`, its cube
+        `top`, where a head has room for 256 16-bit tokens or fewer; less where it has more. tilt: share of a layer's
+        16-bit size that it gets more for each factor e of what the model loses with its tokens; 0 = layers get the
+        same.
     observe, reach, distant, pool: worth is a mean over `observe` recent queries, averaged over `pool` positions (odd),
         and `distant` times one over as many that are at least `reach` positions away. young: last tokens that count as
         the average at least. prior: of the average mean square, what every token is taken to have in advance.
@@ -94,13 +102,13 @@ class Sift(Policy):
     high: str = "k4v4c"
     low: str = "k4v2c"
     contrast: float = 10.0
-    tilt: float = 0.04
+    tilt: float = 0.05
     observe: int = 256
     reach: int = 256
     distant: float = 0.3
     pool: int = 5
     young: int = 64
-    prior: float = 0.003
+    prior: float = 0.001
     ahead: int = 40
     window: int = 16
     sinks: int = 4
@@ -142,7 +150,7 @@ class Sift(Policy):
         return self.sift(prompt, Prices(tuple(bits), _NOTIONAL_PAGE * bits[0], 0.0, 1.0)).tier
 
     def sift(self, prompt: PromptView, prices: Prices) -> Sifted:
-        (worth, ranked), sizes = self.worth(prompt), _sizes(self, prices)
+        (worth, ranked), sizes = self.worth(prompt), _sizes(self, prices, self._octaves(prompt.length))
         apart = ranked * (1 + _LATER_FIRST * prompt.position / prompt.length)
         apart = apart.masked_fill(prompt.protected, -1.0)
         room = _rooms(self, prompt.layers, (prompt.length,), worth.shape[1], prices, worth.device)[prompt.layer]
@@ -156,11 +164,17 @@ class Sift(Policy):
         return WorthRule(self.observe, self.reach, self.distant, self.pool, self.young, self.prior, _LATER_FIRST)
 
     def sift_ranked(self, prompts: RankedPrompts, prices: Prices) -> Sifted:
-        sizes = _sizes(self, prices)
-        ranking = prompts.rank(LEVELS + sizes.shift[0])
+        ranking = prompts.rank(LEVELS + _sizes(self, prices).shift[0])
         device = ranking.above.device
         room = _rooms(self, prompts.layers, prompts.lengths, prompts.heads, prices, device)[prompts.layer]
-        held, share = ranking.share_out(sizes, room)
+        octaves = tuple(self._octaves(length) for length in prompts.lengths)
+        least, *more = sorted(set(octaves))
+        held, share = ranking.share_out(_sizes(self, prices, least), room)
+        if more:
+            held, share = held.clone(), share.clone()
+        for some in more:
+            own, theirs = _which(octaves, some, device), ranking.share_out(_sizes(self, prices, some), room)
+            held, share = (torch.where(own, x, y) for x, y in zip(theirs, (held, share), strict=True))
         return Sifted(*ranking.place(held), share)
 
     def worth(self, prompt: PromptView) -> tuple[Tensor, Tensor]:
@@ -179,6 +193,10 @@ class Sift(Policy):
         unseen = prompt.position >= prompt.length - self.young
         worth = torch.where(unseen, torch.maximum(worth, average), worth)
         return worth, worth + self.prior * usual * norm
+
+    def _octaves(self, length: int) -> int:
+        """Of room that a head of a prompt has beyond little."""
+        return max(0, round(math.log2(max(1.0, self.ratio * length / _LITTLE_ROOM))))
 
     def _bytes(self, length: float, prices: Prices) -> float:
         """Bytes a head, mean over layers, for tokens beyond the window where a request has `length` tokens."""
@@ -246,9 +264,17 @@ def _rooms(
     return to_device(rows.permute(1, 2, 0)[..., None, None].contiguous(), device)
 
 
-@lru_cache(maxsize=32)
-def _sizes(policy: Sift, prices: Prices) -> TierSizes:
-    step = LEVELS_AN_OCTAVE * math.log2(policy.contrast)
+@lru_cache(maxsize=64)
+def _which(octaves: tuple[int, ...], some: int, device: torch.device) -> Tensor:
+    """Prompts that have so many octaves of room, bool `[R, 1, 1]`."""
+    return to_device(torch.tensor([n == some for n in octaves])[:, None, None], device)
+
+
+@lru_cache(maxsize=64)
+def _sizes(policy: Sift, prices: Prices, octaves: int = 0) -> TierSizes:
+    """octaves: of room, see `Sift._octaves`; the bars of 0 are furthest apart."""
+    least = min(policy.contrast, _LEAST_CONTRAST)
+    step = LEVELS_AN_OCTAVE * math.log2(max(least, policy.contrast * 2 ** (-_LESS_CONTRAST * octaves)))
     shift = (min(LEVELS, round(3 * step)), min(LEVELS, round(step)), 0)
     more = [a - b for a, b in zip(prices.token, (*prices.token[1:], 0.0), strict=True)]
     a_page = [round(prices.page / price) for price in prices.token]
