@@ -11,12 +11,14 @@ from torch import Tensor
 
 from siftkv.benchmarks.standing import stand
 from siftkv.engine.llm import LLM
+from siftkv.engine.together import select_together
 from siftkv.kernels import cuda
 from siftkv.kernels.state import UNLIMITED, CacheState, SelectionRule, table_column
 from siftkv.policies import Policy
+from siftkv.policies.hardkv import HardKV
 
 CONTEXT = 8192
-METRICS = ("attention", "snapkv", "accumulated")
+METRICS = ("attention", "snapkv", "accumulated", "rkv")
 
 _STAYS = 0.25
 _REPEATS = 5
@@ -60,13 +62,16 @@ def _pages_of(state: CacheState, slot: int) -> Tensor:
 
 @torch.inference_mode()
 def trigger_cost(llm: LLM, policy: Policy, metric: str) -> TriggerRow:
-    """One request alone."""
+    """One request alone. A metric that no kernel serves is selected by as the engine does it then, by PyTorch's
+    operations over many heads at once.
+    """
     state, spec = llm.cache.state, llm.cache.spec
     near = policy.window + policy.sinks
     shape = (spec.num_layers, spec.num_kv_heads)
     seen = torch.full((1,), CONTEXT, device=state.seen.device)
     [slot] = stand(llm, policy, torch.full((1, *shape, 1), CONTEXT - near, device=seen.device), seen)
     rule = SelectionRule(0.9, metric, 7, True, UNLIMITED, (0,))
+    by_operations = HardKV(p=rule.p, metric=metric, window=policy.window, sinks=policy.sinks)
     mask = (torch.rand(*shape, CONTEXT - near, device=seen.device) < _STAYS).to(torch.uint8)
     names = ("lengths", "page_table", "counters", "free_ring")
     kept = {name: getattr(state, name).clone() for name in names}
@@ -75,7 +80,10 @@ def trigger_cost(llm: LLM, policy: Policy, metric: str) -> TriggerRow:
 
     def select() -> None:
         before = cuda.snapshot(state, slot)
-        cuda.select(before, 0, rule, longest=CONTEXT - near)
+        if cuda.selects(before, rule):
+            cuda.select(before, 0, rule, longest=CONTEXT - near)
+        else:
+            select_together(before, 0, by_operations, rule.sources, CONTEXT, UNLIMITED)
 
     def rewrite() -> None:
         cuda.rewrite(state, slot, mask, 0, (0,), lengths_at)

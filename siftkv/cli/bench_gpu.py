@@ -192,6 +192,7 @@ def hardkv(json_file: Json = None, plot: Plot = None) -> None:
     from siftkv.benchmarks.hardkv_trigger import CONTEXT
     from siftkv.benchmarks.results import Row
     from siftkv.benchmarks.throughput import random_llama
+    from siftkv.kernels.cuda.select import METRICS
 
     found = bench.run_hardkv(random_llama())
     rows: list[Row] = []
@@ -203,7 +204,7 @@ def hardkv(json_file: Json = None, plot: Plot = None) -> None:
         table.add_row(t.metric, *(f"{ms:.3f}" for ms in parts.values()))
         where = f"trigger of {CONTEXT} tokens, {t.metric}"
         for name, ms in parts.items():
-            bar = f"<= {TRIGGER_BAR}" if name == "all" else None
+            bar = f"<= {TRIGGER_BAR}" if name == "all" and t.metric in METRICS else None
             rows.append(Row(what=f"{where}: {name}", value=ms, unit="ms", bar=bar))
     stdout_console().print(table)
     table = plain_table("Decode steps")
