@@ -1,4 +1,4 @@
-"""The README's tables come from the committed results files."""
+"""The tables of docs/results.md come from the committed results files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from siftkv.benchmarks.results import ResultsFile, Row
-from siftkv.benchmarks.tables import BEGIN, END, FOLDER, render, rewrite
+from siftkv.benchmarks.tables import BEGIN, END, FOLDER, PAGE, render, rewrite
 from siftkv.errors import SiftKVError
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="only in a checkout")
-def test_the_readme_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not (ROOT / PAGE).exists(), reason="only in a checkout")
+def test_the_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = Path("README.md").read_text()
+    text = PAGE.read_text()
     assert rewrite(text, FOLDER) == text, "run python -m siftkv.benchmarks.tables"
 
 
@@ -34,6 +34,6 @@ def test_rendering(tmp_path: Path) -> None:
     assert "**no**" in text
     assert "note" not in text, "figures without a bar stay in the file"
     assert rewrite(f"a {BEGIN} old {END} b", tmp_path) == f"a {BEGIN}\n{text}\n{END} b"
-    with pytest.raises(SiftKVError, match="README"):
+    with pytest.raises(SiftKVError, match="results.md"):
         rewrite("nothing", tmp_path)
     assert os.listdir(tmp_path) == ["a.json"]

@@ -1,5 +1,5 @@
-"""The README's results, generated from the results files: `python -m siftkv.benchmarks.tables` rewrites the marked part
-of README.md.
+"""Every committed figure with a bar, generated from the results files: `python -m siftkv.benchmarks.tables` rewrites the
+marked part of docs/results.md.
 
 Run it in the root of a checkout. A test holds that what is committed is what this prints.
 """
@@ -12,12 +12,12 @@ from siftkv.benchmarks.results import ResultsFile, Row
 from siftkv.errors import SiftKVError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-FOLDER = Path("benchmarks/results")
+FOLDER, PAGE = Path("benchmarks/results"), Path("docs/results.md")
 
 
 def render(folder: Path) -> str:
     """Markdown of every results file below `folder`, by path: a heading, where it was measured, and the figures that
-    have a bar (all of them where none has).
+    have a bar (all of them where none has). Links are those of a page in docs.
     """
     parts = []
     for path in sorted(folder.rglob("*.json")):
@@ -28,8 +28,8 @@ def render(folder: Path) -> str:
         versions = ", ".join(f"{k} {v}" for k, v in results.versions.items() if k in ("torch", "transformers", "numba"))
         picture = path.with_suffix(".png")
         lines = [
-            f"**{results.name}** ({results.date[:10]}; {where}; {versions}; [data]({path.as_posix()})"
-            + (f", [picture]({picture.as_posix()})" if picture.exists() else "")
+            f"**{results.name}** ({results.date[:10]}; {where}; {versions}; [data](../{path.as_posix()})"
+            + (f", [picture](../{picture.as_posix()})" if picture.exists() else "")
             + ")",
             "",
             f"`{results.command}`",
@@ -51,11 +51,10 @@ def _line(row: Row) -> str:
 def rewrite(text: str, folder: Path) -> str:
     """`text` with the part between the markers rendered anew. Raises SiftKVError without markers."""
     if BEGIN not in text or END not in text:
-        raise SiftKVError(f"README.md has no {BEGIN} ... {END} to write between")
+        raise SiftKVError(f"{PAGE} has no {BEGIN} ... {END} to write between")
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{render(folder)}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":
-    readme = Path("README.md")
-    readme.write_text(rewrite(readme.read_text(), FOLDER))
+    PAGE.write_text(rewrite(PAGE.read_text(), FOLDER))
