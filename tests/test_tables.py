@@ -34,6 +34,6 @@ def test_rendering(tmp_path: Path) -> None:
     assert "**no**" in text
     assert "note" not in text, "figures without a bar stay in the file"
     assert rewrite(f"a {BEGIN} old {END} b", tmp_path) == f"a {BEGIN}\n{text}\n{END} b"
-    with pytest.raises(SiftKVError, match="results.md"):
+    with pytest.raises(SiftKVError, match=r"results\.md"):
         rewrite("nothing", tmp_path)
     assert os.listdir(tmp_path) == ["a.json"]

@@ -1,5 +1,5 @@
-"""Every committed figure with a bar, generated from the results files: `python -m siftkv.benchmarks.tables` rewrites the
-marked part of docs/results.md.
+"""Every committed figure with a bar, from the results files: `python -m siftkv.benchmarks.tables` rewrites the marked
+part of docs/results.md.
 
 Run it in the root of a checkout. A test holds that what is committed is what this prints.
 """
