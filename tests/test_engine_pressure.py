@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from siftkv import SamplingParams
@@ -97,3 +99,15 @@ def test_swapped_bytes_stay_within_their_limit() -> None:
         llm.engine.step()
         most = max(most, llm.engine.scheduler.swapped_bytes)
     assert 0 < most <= limit
+
+
+def test_a_warning_where_slots_leave_little_for_pages(caplog: pytest.LogCaptureFixture) -> None:
+    roomy = tiny_llm("full:window=8")
+    fixed = roomy.cache.usage().allocated - roomy.cache.spec.num_pages * (roomy.cache.spec.page_bytes + 4)
+    with caplog.at_level(logging.WARNING):
+        tiny_llm("full:window=8", kv_cache_memory_bytes=int(2.1 * fixed))
+        assert not caplog.messages
+        tiny_llm("full:window=8", kv_cache_memory_bytes=int(1.6 * fixed))
+    [message] = caplog.messages
+    assert "take 6" in message
+    assert "lower max_num_seqs" in message

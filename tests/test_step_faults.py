@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from siftkv import LLM
+from siftkv.attention.decode import choosers
 from siftkv.cache import compaction, regroup, swap
 from siftkv.engine import cascade, faults
 from siftkv.engine.delivery import Delivery
@@ -167,6 +168,17 @@ def test_a_step_that_raises_ends_all_that_run_and_nobody_else(
     assert [waiting.output_ids, late.output_ids] == [expected.output_ids] * 2
 
 
+def broken_at(real: Any, count: int) -> Any:
+    """`Delivery.append` that raises once a request has so many tokens."""
+
+    def called(sequence: Any, token: int, logprob: Any) -> Any:
+        if len(sequence.output_ids) == count - 1 and sequence.request_id == "bad":
+            raise KeyError("of its own")
+        return real(sequence, token, logprob)
+
+    return called
+
+
 def test_swapped_requests_outlive_a_step_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = "full:window=8"
     roomy = tiny_llm(kv, max_window=8)
@@ -184,6 +196,58 @@ def test_swapped_requests_outlive_a_step_that_raises(monkeypatch: pytest.MonkeyP
     assert [s.error is None for s in sequences] == [s not in running for s in sequences]
     for sequence, other in zip(sequences, expected, strict=True):
         assert sequence.error is not None or sequence.output_ids == other.output_ids
+
+
+def test_memory_that_is_short_when_a_request_comes_back_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = "full:window=8"
+    roomy = tiny_llm(kv, max_window=8)
+    llm = tiny_llm(kv, max_window=8, kv_cache_memory_bytes=tight(roomy, 40))
+    expected = [add(roomy, str(n), 30 + n, kv, 120) for n in range(4)]
+    finish(roomy)
+    sequences = [add(llm, str(n), 30 + n, kv, 120) for n in range(4)]
+    taken = first_time(swap.take_pages, torch.OutOfMemoryError("out of memory"))
+    monkeypatch.setattr(swap, "take_pages", taken)
+    finish(llm)
+    assert [s.output_ids for s in sequences] == [s.output_ids for s in expected]
+    assert all(s.error is None for s in sequences)
+
+
+def test_a_report_is_of_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
+    llm = llm_of(FULL)
+    llm.engine.runner.graphs = EagerGraphs(llm)  # type: ignore[assignment]
+    bad = add(llm, "bad", 40, FULL, 8)
+    monkeypatch.setattr(llm.engine.delivery, "append", broken_at(llm.engine.delivery.append, 8))
+    finish(llm)
+    assert isinstance(bad.error, StepFailed)
+    llm.engine.runner.graphs = None
+    others = []
+    for name in range(llm.cache.spec.max_slots):  # one after another, until each slot has been used again
+        others.append(add(llm, str(name), 20, FULL, 5))
+        finish(llm)
+    assert {other.kv.tokens_seen for other in others if other.kv is not None} == {24}
+
+
+def test_an_abort_whose_text_raises_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of(FULL)
+    sequence = add(llm, "a", 20, FULL)
+    for _ in range(3):
+        llm.engine.step()
+    monkeypatch.setattr(sequence.detokenizer, "flush", first_time(lambda: "", KeyError("of its text")))
+    llm.engine.abort("a")
+    assert sequence.finish_reason == "abort"
+    finish(llm)
+
+
+def test_page_choosers_of_a_failed_step_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_of(FULL)
+    add(llm, "a", 20, FULL)
+    for _ in range(2):
+        llm.engine.step()
+    choosers(llm.cache)[0] = lambda *_: None  # type: ignore[assignment]
+    monkeypatch.setattr(llm.engine.runner, "decode", first_time(lambda *_: None, RuntimeError("early")))
+    llm.engine.step()
+    assert not choosers(llm.cache)
 
 
 @pytest.mark.parametrize("host_memory", ["short", "in parts"])

@@ -14,6 +14,7 @@ from siftkv.cache.accounting import CacheUsage, request_bytes, usage
 from siftkv.cache.allocation import empty_state
 from siftkv.cache.compaction import HeadTokens, RingPlaces
 from siftkv.cache.integrity import check_integrity
+from siftkv.cache.recovery import discard
 from siftkv.cache.rules import SlotRule
 from siftkv.cache.spec import CacheSpec
 from siftkv.cache.swap import SwappedRequest, swap_bytes, swap_in, swap_out
@@ -241,15 +242,19 @@ class KVCache:
         return swapped
 
     def swap_in(self, swapped: SwappedRequest) -> int:
-        """Bring a request back, as it was, and return its new slot. Raises OutOfPages, and takes nothing, when slots or
-        pages are short.
+        """Bring a request back, as it was, and return its new slot. Raises OutOfPages when slots or pages are short.
+        Nothing is taken then, nor by an error of the device.
         """
         if swapped.num_pages > self.free_pages:
             raise OutOfPages(f"the request needs {swapped.num_pages} pages and {self.free_pages} are free")
         if not self._free_slots:
             raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
         slot = self._free_slots.pop(0)
-        swap_in(self.state, slot, swapped)
+        try:
+            swap_in(self.state, slot, swapped)
+        except Exception:
+            discard(self, [slot])
+            raise
         self._protection[slot] = (int(self.state.window[slot]), int(self.state.sinks[slot]))
         self._examined |= {slot} if int(self.state.catch_up[slot]) else set()
         return slot

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from siftkv.cache.cache import KVCache
 from siftkv.kernels.state import CacheState
+
+if TYPE_CHECKING:
+    from siftkv.cache.cache import KVCache
 
 
 def discard(cache: KVCache, slots: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as SequenceOf
 
@@ -12,6 +13,8 @@ from siftkv.engine.scheduler import Scheduler
 from siftkv.engine.sequence import Sequence
 from siftkv.errors import SiftKVError
 
+_log = logging.getLogger("siftkv.engine")
+
 
 class Delivery:
     """Turns tokens into chunks of text. eos_token_ids: those that end an answer."""
@@ -20,12 +23,12 @@ class Delivery:
         self.cache = cache
         self.scheduler = scheduler
         self.eos_token_ids = eos_token_ids
-        self._counts: dict[int, list[int]] = {}
+        self._counts: dict[Sequence, list[int]] = {}
 
     def foresee(self, sequences: SequenceOf[Sequence]) -> None:
         """Sequences will end with their next token, by their limit: what their reports need is read in one go."""
-        slots = [s.slot for s in sequences]
-        self._counts = dict(zip(slots, read_counts(self.cache, slots), strict=True)) if slots else {}
+        counts = read_counts(self.cache, [s.slot for s in sequences]) if sequences else []
+        self._counts = dict(zip(sequences, counts, strict=True))
 
     def append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> StreamChunk:
         """Take in a drawn token: text, stops, limits."""
@@ -66,16 +69,26 @@ class Delivery:
         return.
         """
         if not closed:
-            text += sequence.stops.close(sequence.detokenizer.flush(), may_stop)
+            text += self._held_back(sequence, reason, may_stop)
             if sequence.stops.stop_reason is not None:
                 reason, sequence.stop_reason = "stop", sequence.stops.stop_reason
         sequence.finish_reason = reason  # type: ignore[assignment]
         sequence.finished = time.perf_counter()
         if sequence.slot >= 0:
-            counts = self._counts.pop(sequence.slot, None) or read_counts(self.cache, [sequence.slot])[0]
+            counts = self._counts.pop(sequence, None) or read_counts(self.cache, [sequence.slot])[0]
             sequence.kv = report_of(self.cache, counts, sequence.policy.name, sequence.peak_bytes)
         self.scheduler.remove(sequence)
         return self._chunk(sequence, text, tokens or [], logprob)
+
+    def _held_back(self, sequence: Sequence, reason: str, may_stop: bool) -> str:
+        """Text that waited for more. A request that is to end in any case does not fail by it."""
+        try:
+            return sequence.stops.close(sequence.detokenizer.flush(), may_stop)
+        except Exception:
+            if reason != "abort":
+                raise
+            _log.exception("the last text of request %s is lost", sequence.request_id)
+            return ""
 
     def _chunk(self, sequence: Sequence, text: str, tokens: list[int], logprob: TokenLogprob | None) -> StreamChunk:
         return StreamChunk(

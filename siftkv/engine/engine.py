@@ -202,10 +202,10 @@ class Engine:
             logits, failures = self.runner.prefill(
                 [s.prompt_ids for s in sequences], [s.slot for s in sequences], [s.policy for s in sequences]
             )
+            held = self.cache.pages_held(self.cache.state.seen.new_tensor([s.slot for s in sequences])).tolist()
         except Exception as error:
             return self.faults.of_prompts(sequences, error)
         chunks, good, short = [], [], []
-        held = self.cache.pages_held(self.cache.state.seen.new_tensor([s.slot for s in sequences])).tolist()
         for row, (sequence, failure) in enumerate(zip(sequences, failures, strict=True)):
             if failure is None:
                 good.append(row)

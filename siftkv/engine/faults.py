@@ -13,6 +13,7 @@ import traceback
 
 import torch
 
+from siftkv.attention.decode import choosers
 from siftkv.cache import KVCache
 from siftkv.cache.recovery import discard
 from siftkv.engine.cascade import trigger
@@ -59,6 +60,7 @@ class Faults:
     def of_step(self, error: Exception) -> list[StreamChunk]:
         """A decode step failed: all that run end. Waiting and swapped requests go on."""
         self._survive(error, "a decode step")
+        choosers(self.cache).clear()  # of a step that did not come to ask them
         return self._end(list(self.scheduler.running), StepFailed, "a decode step failed", error)
 
     def of_request(self, sequence: Sequence, what: str, error: Exception) -> list[StreamChunk]:

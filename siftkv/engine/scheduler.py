@@ -194,7 +194,12 @@ class Scheduler:
                 return
             if not self._fits_until_it_ends(sequence, self.running):
                 return
-            sequence.slot = self.cache.swap_in(sequence.swapped)
+            try:
+                sequence.slot = self.cache.swap_in(sequence.swapped)
+            except (RuntimeError, MemoryError) as error:
+                _log.warning("a request is computed anew, since it could not be swapped in: %s", error)
+                self._start_anew(self.swapped.popleft())
+                return
             sequence.swapped, sequence.status = None, Status.RUNNING
             self.running.append(self.swapped.popleft())
 
@@ -249,5 +254,9 @@ class Scheduler:
                 return
         victim.peak_bytes = max(victim.peak_bytes, int(self.cache.peak_bytes(self._slots([victim]))[0]))
         self.cache.release([victim.slot])
-        victim.slot, victim.fed, victim.status = -1, 0, Status.WAITING
-        self.waiting.appendleft(victim)
+        self._start_anew(victim)
+
+    def _start_anew(self, sequence: Sequence) -> None:
+        """Of what it had, it keeps its tokens: they are fed again behind its prompt."""
+        sequence.slot, sequence.swapped, sequence.fed, sequence.status = -1, None, 0, Status.WAITING
+        self.waiting.appendleft(sequence)

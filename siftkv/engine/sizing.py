@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,10 @@ from siftkv.policies import Policy
 DEFAULT_MEMORY = 1 << 30
 MIN_WINDOW = 64
 MIN_SINKS = 4
+
+_log = logging.getLogger("siftkv.engine")
+_MUCH = 0.5
+"""Of a budget: where more is taken by slots, requests end up waiting for pages beside empty slots."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,13 @@ def plan_spec(config: ModelConfig, dtype: torch.dtype, asked: PoolRequest, condi
             f"kv_cache_memory_bytes={budget} is too small: windows and tables of {spec.max_slots} requests "
             f"take {fixed} bytes and one page a head takes "
             f"{spec.head_slots * a_page} more; raise it, or lower max_num_seqs or max_model_len"
+        )
+    if asked.memory_bytes is not None and fixed > _MUCH * budget:
+        _log.warning(
+            "windows and tables of %d requests take %.0f %% of the KV cache's memory before any token is kept: lower "
+            "max_num_seqs, or raise kv_cache_memory_bytes",
+            spec.max_slots,
+            100 * fixed / budget,
         )
     return replace(spec, num_pages=int(pages))
 
