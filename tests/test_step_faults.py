@@ -169,23 +169,31 @@ def test_a_step_that_raises_ends_all_that_run_and_nobody_else(
 
 
 def broken_at(real: Any, count: int) -> Any:
-    """`Delivery.append` that raises once a request has so many tokens."""
+    """`Delivery.append` that raises for the bad request's token number `count`."""
 
     def called(sequence: Any, token: int, logprob: Any) -> Any:
-        if len(sequence.output_ids) == count - 1 and sequence.request_id == "bad":
+        if len(sequence.output_ids) == count - 1 and sequence.request_id == BAD:
             raise KeyError("of its own")
         return real(sequence, token, logprob)
 
     return called
 
 
-def test_swapped_requests_outlive_a_step_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = "full:window=8"
-    roomy = tiny_llm(kv, max_window=8)
-    llm = tiny_llm(kv, max_window=8, kv_cache_memory_bytes=tight(roomy, 40))
-    expected = [add(roomy, str(n), 30 + n, kv, 120) for n in range(4)]
+def four(llm: LLM) -> list[Sequence]:
+    return [add(llm, str(n), 30 + n, "full:window=8", 120) for n in range(4)]
+
+
+def in_a_tight_pool() -> tuple[LLM, list[Sequence]]:
+    """An engine that has to swap to run `four`, and what they are where there is room."""
+    roomy = tiny_llm("full:window=8", max_window=8)
+    expected = four(roomy)
     finish(roomy)
-    sequences = [add(llm, str(n), 30 + n, kv, 120) for n in range(4)]
+    return tiny_llm("full:window=8", max_window=8, kv_cache_memory_bytes=tight(roomy, 40)), expected
+
+
+def test_swapped_requests_outlive_a_step_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, expected = in_a_tight_pool()
+    sequences = four(llm)
     while not llm.engine.scheduler.swapped:
         llm.engine.step()
     running = list(llm.engine.scheduler.running)
@@ -199,12 +207,8 @@ def test_swapped_requests_outlive_a_step_that_raises(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_that_is_short_when_a_request_comes_back_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = "full:window=8"
-    roomy = tiny_llm(kv, max_window=8)
-    llm = tiny_llm(kv, max_window=8, kv_cache_memory_bytes=tight(roomy, 40))
-    expected = [add(roomy, str(n), 30 + n, kv, 120) for n in range(4)]
-    finish(roomy)
-    sequences = [add(llm, str(n), 30 + n, kv, 120) for n in range(4)]
+    llm, expected = in_a_tight_pool()
+    sequences = four(llm)
     taken = first_time(swap.take_pages, torch.OutOfMemoryError("out of memory"))
     monkeypatch.setattr(swap, "take_pages", taken)
     finish(llm)
@@ -216,7 +220,7 @@ def test_a_report_is_of_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
     llm = llm_of(FULL)
     llm.engine.runner.graphs = EagerGraphs(llm)  # type: ignore[assignment]
-    bad = add(llm, "bad", 40, FULL, 8)
+    bad = add(llm, BAD, 40, FULL, 8)
     monkeypatch.setattr(llm.engine.delivery, "append", broken_at(llm.engine.delivery.append, 8))
     finish(llm)
     assert isinstance(bad.error, StepFailed)
@@ -252,16 +256,12 @@ def test_page_choosers_of_a_failed_step_are_forgotten(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("host_memory", ["short", "in parts"])
 def test_host_memory_that_is_short_ends_nobody(host_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv = "full:window=8"
-    roomy = tiny_llm(kv, max_window=8)
-    llm = tiny_llm(kv, max_window=8, kv_cache_memory_bytes=tight(roomy, 40))
-    expected = [add(roomy, str(n), 30 + n, kv, 120) for n in range(4)]
-    finish(roomy)
+    llm, expected = in_a_tight_pool()
     if host_memory == "short":
         monkeypatch.setattr(swap, "_to_host", first_time(swap._to_host, RuntimeError("out of memory")))
     else:
         monkeypatch.setattr(swap, "_PART_BYTES", 3 * llm.cache.spec.page_bytes)
-    sequences = [add(llm, str(n), 30 + n, kv, 120) for n in range(4)]
+    sequences = four(llm)
     finish(llm)
     assert sum(s.preemptions for s in sequences) > 1
     assert [s.output_ids for s in sequences] == [s.output_ids for s in expected]
