@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import types
 
 import pytest
+import torch
 
 from siftkv.errors import SiftKVError
 from siftkv.kernels.cuda import compile as compiler
+from siftkv.kernels.cuda import select_room
 from siftkv.kernels.cuda.device import GPU
 from siftkv.kernels.cuda.select_arguments import Arguments, PagedArguments
 from siftkv.kernels.state import CacheState, SelectionRule
@@ -67,12 +70,59 @@ def test_a_tensor_map_comes_first_and_aligns_what_follows() -> None:
     assert PagedArguments.p.offset - PagedArguments.cache.offset == Arguments.p.offset
 
 
+@pytest.fixture
+def _four_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = types.SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: one)
+
+
+@pytest.mark.usefixtures("_four_blocks")
+def test_room_for_buckets_is_a_part_of_the_pool_and_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = dense()
+    tile = 128 * 64
+    state.pages = torch.zeros(16 * 4 * 7, tile, dtype=torch.uint8)  # of which a sixteenth is seven tiles a block
+    room = select_room.room_of(state, 1)
+    assert room is not None
+    assert room.buckets.shape == (4, 7, 128, 64)
+    assert not room.taken.any()
+    assert select_room.room_of(state, 5 * 64) is room
+    assert select_room.room_of(state, 5 * 64 + 1) is None
+    select_room.measure_exactly(state)
+    assert select_room.room_of(state, 1) is None
+
+
+@pytest.mark.usefixtures("_four_blocks")
+def test_where_memory_is_short_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, state = dense(), dense()
+    small.pages = torch.zeros(16 * 4 * 2, 128 * 64, dtype=torch.uint8)
+    assert select_room.room_of(small, 1) is None
+    state.pages = torch.zeros(16 * 4 * 7, 128 * 64, dtype=torch.uint8)
+
+    def short(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty", short)
+    assert select_room.room_of(state, 1) is None
+
+
+def test_buckets_are_stored_where_no_score_and_no_budget_asks_for_more() -> None:
+    paged, plain = select._shape(dense(), rule("snapkv")), select._shape(dense(weights=True), rule("snapkv"))
+    assert select._stores(rule("snapkv"), paged, 100)
+    assert select._stores(rule("attention"), paged, 100)
+    assert not select._stores(rule("accumulated"), paged, 100)
+    assert not select._stores(rule("snapkv"), paged, 101)  # beyond the rule's budget
+    assert not select._stores(rule("snapkv"), plain, 100)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("metric", METRICS)
-def test_it_compiles(metric: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("metric", "stored"), [*((m, False) for m in METRICS), ("attention", True), ("snapkv", True)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_it_compiles(metric: str, stored: bool, dim: int, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         compiler.nvrtc_version()
     except SiftKVError as error:
         pytest.skip(str(error))
     monkeypatch.setitem(os.environ, "SIFTKV_CACHE", str(tmp_path))
-    assert compiler.compile_cubin(select.select_source(dense(), rule(metric)), "sm_90a")[:4] == b"\x7fELF"
+    assert (
+        compiler.compile_cubin(select.select_source(dense(dim=dim), rule(metric), stored), "sm_90a")[:4] == b"\x7fELF"
+    )

@@ -17,6 +17,7 @@ from siftkv.engine.sampling_params import SamplingParams
 from siftkv.engine.sequence import Sequence
 from siftkv.engine.triggers import Trigger
 from siftkv.errors import RequestError
+from siftkv.kernels.cuda.select_room import measure_exactly
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def inspect_request(
     RequestError for one that ends with its first token, when nothing can be looked at yet.
     """
     engine = llm.engine
+    measure_exactly(llm.cache.state)
     name = engine.add(prompt_ids, params, llm.kv)
     [sequence] = engine.sequences(name)
     snapshots: list[Snapshot] = []

@@ -16,6 +16,7 @@ from siftkv.kernels.cuda.device import gpu_of
 from siftkv.kernels.cuda.driver import Kernel, Module
 from siftkv.kernels.cuda.pages import cache_constants, read_sources
 from siftkv.kernels.cuda.select_arguments import arguments
+from siftkv.kernels.cuda.select_room import room_of
 from siftkv.kernels.state import CacheState, Selection, SelectionRule
 
 METRICS = ("attention", "snapkv", "accumulated")
@@ -25,7 +26,7 @@ _FIRST = ("ptx.cuh", "cache.cuh", "token.cuh", "select.cuh", "rows.cuh")
 _COMMON = ("bars.cuh", "scores.cuh", "decide.cuh")
 
 
-def _sources(paged: bool, pooled: bool) -> tuple[str, ...]:
+def _sources(paged: bool, pooled: bool, stored: bool) -> tuple[str, ...]:
     if not paged:
         beside = ("stream.cuh", "histogram.cuh", "shared.cuh", "pool.cuh")
         return (*_FIRST, *beside, *_COMMON, "survey.cuh", "select.cu")
@@ -38,8 +39,7 @@ def _sources(paged: bool, pooled: bool) -> tuple[str, ...]:
         *_COMMON,
         *pools,
         "warpgroups.cuh",
-        "surveys.cuh",
-        "ballots.cuh",
+        *(("ballots.cuh", "buckets.cuh", "surveys.cuh") if stored else ("surveys.cuh", "ballots.cuh", "votes.cuh")),
         "select_paged.cu",
     )
 
@@ -73,8 +73,8 @@ _HOPPER = {False: _Shape(3, 2, 5, 32, 4), True: _Shape(1, 1, 4, 64, 8)}
 larger for what they read of their neighbours'.
 """
 
-_PAGED = {False: _Shape(2, 1, 7, 64, 4, True), True: _Shape(2, 1, 8, 64, 4, True)}
-"""Hopper's where all candidates are dense: without pools and with them."""
+_PAGED = {False: _Shape(2, 1, 7, 64, 4, True), True: _Shape(2, 1, 4, 64, 8, True)}
+"""Hopper's where all candidates are dense, for head_dim 128: without pools and with them."""
 
 _SCORES = 0x7801
 """Scores that there are, each with a counter."""
@@ -111,7 +111,8 @@ def _shape(state: CacheState, rule: SelectionRule) -> _Shape | None:
     gpu = gpu_of(state.pages.device)
     shapes = ((_HOPPER[reach > 0],) if gpu.capability == (9, 0) else ()) + _PLAIN
     if gpu.capability == (9, 0) and _is_paged(state, rule):
-        shapes = (_PAGED[reach > 0], *shapes)
+        paged = _PAGED[reach > 0]
+        shapes = (paged._replace(stages=paged.stages * _MOST_DIM // state.window_k.shape[-1]), *shapes)
     least = 4 * _SCORES if by_score else 0
     fit = (
         x
@@ -133,8 +134,8 @@ def _group(state: CacheState) -> int:
     return int(state.queries.shape[3] // state.lengths.shape[2])
 
 
-def select_source(state: CacheState, rule: SelectionRule) -> str:
-    """The whole source, its constants first."""
+def select_source(state: CacheState, rule: SelectionRule, stored: bool = False) -> str:
+    """The whole source, its constants first. stored: buckets of logits are kept between its halves."""
     c, shape = state.conditioning, _shape(state, rule)
     assert shape is not None
     return _source(
@@ -148,7 +149,13 @@ def select_source(state: CacheState, rule: SelectionRule) -> str:
         *_kind(rule),
         shape,
         _shared_bytes(state, rule, shape),
+        stored,
     )
+
+
+def _stores(rule: SelectionRule, shape: _Shape, columns: int) -> bool:
+    """Whether buckets of logits suffice: scores and budgets ask for more."""
+    return shape.paged and not _kind(rule)[1] and rule.budget >= columns
 
 
 def _kind(rule: SelectionRule) -> tuple[int, bool]:
@@ -171,6 +178,7 @@ def _source(
     by_score: bool,
     shape: _Shape,
     shared: int,
+    stored: bool,
 ) -> str:
     values = {
         "GROUP": group,
@@ -178,6 +186,7 @@ def _source(
         "SOURCES": len(sources),
         "REACH": reach,
         "BY_SCORE": int(by_score),
+        "STORED": int(stored),
         **{name.upper(): int(value) for name, value in shape._asdict().items() if name != "paged"},
         "SOURCE": sources[0],
         "SHARED_BYTES": shared,
@@ -185,13 +194,13 @@ def _source(
     }
     scale = math.log2(math.e) / math.sqrt(layouts[0].head_dim)
     constants = [
-        f"#define PAGED {int(shape.paged)}\n#define REACHES {int(reach > 0)}",
+        f"#define PAGED {int(shape.paged)}\n#define REACHES {int(reach > 0)}\n#define STORES {int(stored)}",
         *cache_constants(layouts, dtype, rotates, has_bias),
         *(f"constexpr int {name} = {value};" for name, value in values.items()),
         f"constexpr float LOGIT_SCALE = {scale!r}f, LOG2_E = {math.log2(math.e)!r}f;",
         "#define EACH_SOURCE(X) " + " ".join(f"X({tier})" for tier in sources),
     ]
-    return "\n".join([*constants, read_sources(_sources(shape.paged, reach > 0))])
+    return "\n".join([*constants, read_sources(_sources(shape.paged, reach > 0, stored))])
 
 
 def compiled_for(arch: str) -> str:
@@ -219,12 +228,12 @@ def _scratch_bytes(state: CacheState, rule: SelectionRule, shape: _Shape) -> int
 
 def _shared_bytes(state: CacheState, rule: SelectionRule, shape: _Shape) -> int:
     """Shared memory of a block: `Shared` of `src/survey.cuh`."""
-    barriers = shape.stages * (shape.readers // 128 + 1) if shape.paged else 2 * shape.teams * shape.stages
+    barriers = shape.stages * shape.readers // 64 if shape.paged else 2 * shape.teams * shape.stages
     threads = shape.readers if shape.paged else shape.threads
     pooled = _kind(rule)[0] > 0
-    queries = 16 if pooled else 2 * state.window_k.shape[-1] * _ROWS
+    queries = (_MOST_DIM if pooled else 2 * state.window_k.shape[-1]) * _ROWS
     positions = 4 * (shape.stages * (shape.keys + 8) if pooled else shape.keys)
-    own = (queries, positions, shape.counters * 64 * _ROWS // 2 * 4, 8 * _ROWS, 16)
+    own = (queries, positions, shape.counters * 64 * _ROWS // 2 * 4, 8 * _ROWS, 16, 4 * _ROWS + 32 + 512)
     parts = (
         _scratch_bytes(state, rule, shape),
         *(own if shape.paged else ()),
@@ -244,7 +253,9 @@ def select(state: CacheState, slot: int, rule: SelectionRule, longest: int | Non
     longest: the most candidates that a head can have (what is known of the request's length); None = what its page
         table can hold. Candidates beyond are not looked at, and `rewrite` keeps them.
     Votes are added to those stored beside the tokens and, but for "accumulated", scores become mean attention of these
-    queries. Under a budget tokens rank by (stored votes, mean attention).
+    queries. Under a budget tokens rank by (stored votes, mean attention). Where there is none, and buckets of logits
+    are kept between the halves of a selection (`siftkv.kernels.cuda.select_room`), scores stay as they are, and
+    `Selection.mass` is an estimate, good to 0.02.
 
     A row's count comes from a histogram of its logits, b = 8 buckets an octave ("snapkv": 4). It takes in all that the
     exact set for p needs, and at most the exact set for 1 - (1 - p) 2^(-1/b) (0.908 for 0.9; "snapkv" 0.916) and the
@@ -263,26 +274,30 @@ def select(state: CacheState, slot: int, rule: SelectionRule, longest: int | Non
         )
     layers, heads = state.lengths.shape[1:3]
     kernels: dict[tuple[object, ...], Kernel] = state.scratch.setdefault("cuda_select", {})
-    key = (rule.sources, *_kind(rule))
     shape = _shape(state, rule)
     assert shape is not None
+    columns = state.width * max(state.layouts[tier].tokens for tier in rule.sources) if longest is None else longest
+    room = room_of(state, columns + state.window_k.shape[-2]) if _stores(rule, shape, columns) else None
+    key = (rule.sources, *_kind(rule), room is not None)
     if key not in kernels:
         size = _shared_bytes(state, rule, shape)
-        kernels[key] = _compiled(select_source(state, rule), shape, size, state.pages.device)
-    room = state.width * max(state.layouts[tier].tokens for tier in rule.sources) if longest is None else longest
+        kernels[key] = _compiled(select_source(state, rule, room is not None), shape, size, state.pages.device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=state.pages.device)
 
     found = Selection(
-        keep=empty(layers, heads, room, dtype=torch.uint8),
+        keep=empty(layers, heads, columns, dtype=torch.uint8),
         kept=empty(layers, heads, dtype=torch.int32),
         mass=empty(layers, heads),
     )
-    tally = empty(layers, heads, room, dtype=torch.int64)
+    tally = empty(layers, heads, columns, dtype=torch.int64)
     given = {"queries": state.queries, "keep": found.keep, "kept": found.kept, "covered": found.mass, "tally": tally}
     launched = arguments(state, given, rule.sources[0] if shape.paged else None, _kind(rule)[0] > 0)
-    launched.slot, launched.columns, launched.budget = slot, room, min(rule.budget, 2**31 - 1)
+    launched.slot, launched.columns, launched.budget = slot, columns, min(rule.budget, 2**31 - 1)
     launched.p = rule.p
+    if room is not None:
+        launched.buckets, launched.taken = room.buckets.data_ptr(), room.taken.data_ptr()
+        launched.rooms, launched.room_tiles = room.buckets.shape[:2]
     kernels[key].launch((layers * heads, 1), launched)
     return found

@@ -19,7 +19,9 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         ("cache", CacheArguments),
         *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int) for name in ("slot", "columns", "budget")),
+        ("buckets", ctypes.c_void_p),
+        ("taken", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("slot", "columns", "budget", "rooms", "room_tiles")),
         ("p", ctypes.c_float),
     )
 
@@ -58,7 +60,8 @@ def _pool_map(state: CacheState, tier: int, pooled: bool) -> bytes:
         sizes: tuple[int, ...] = (dim, tokens, pages)
         strides: tuple[int, ...] = (row, layout.page_bytes)
         box: tuple[int, ...] = (64, tokens, 1)
-        if pooled:  # two of every four tokens, four times
-            sizes, strides, box = (dim, 4, tokens // 4, pages), (row, 4 * row, layout.page_bytes), (64, 2, 4, 1)
+        if pooled:  # token 4 t + 2 m + e by e, t and m
+            sizes, strides = (dim, 2, tokens // 4, 2, pages), (row, 4 * row, 2 * row, layout.page_bytes)
+            box = (64, 2, 4, 2, 1)
         maps[key] = tensor_map(key[1] + layout.offsets[0], sizes, strides, box)
     return maps[key]

@@ -26,7 +26,7 @@ def snapshot(state: CacheState, slot: int) -> CacheState:
     for name, tensor in own.items():
         if name != "queries":  # which are an argument of their own
             setattr(arguments, "table" if name == "page_table" else name, tensor.data_ptr())
-    shared = {"cuda_select": state.scratch.setdefault("cuda_select", {})}
+    shared = {name: state.scratch.setdefault(name, {}) for name in ("cuda_select", "cuda_select_room")}
     return replace(state, **own, scratch=shared | {"cuda_cache": replace(held, arguments=arguments)})
 
 

@@ -10,6 +10,12 @@ template <bool FIRST = false> DEV int counted(const Shared& s, int histogram, in
   using W = Window<FIRST>;
   const u32* at = s.histogram + (histogram * BUCKETS + bucket) * W::bucket_words + word_of(row) * W::copies;
   u32 sum = 0;
+  if constexpr (W::copies == 4) {  // by one load
+    uint4 x = *reinterpret_cast<const uint4*>(at);
+    u32 shift = 16 * half_of(row);
+    sum = (x.x >> shift & 0xFFFFu) + (x.y >> shift & 0xFFFFu) + (x.z >> shift & 0xFFFFu) + (x.w >> shift & 0xFFFFu);
+    return static_cast<int>(sum);
+  }
 #pragma unroll
   for (int i = 0; i < W::copies; i++) sum += at[i] >> (16 * half_of(row)) & 0xFFFFu;
   return static_cast<int>(sum);

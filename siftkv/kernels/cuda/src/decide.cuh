@@ -102,6 +102,13 @@ DEV bool ranks(const Select& a, const Head& h) { return a.budget < h.candidates;
 // Decides on candidate i, that has `now` votes and, summed over the rows that see it, `mass`; `before` are the votes that stand beside it. Returns its rank.
 DEV u64 decide_token(const Select& a, const Head& h, int i, const Beside& at, u32 before, u32 now, float mass, int sees, Decided& decided) {
   bool stays = now > 0;
+  if constexpr (STORED) {
+    a.keep[static_cast<i64>(h.index) * a.columns + i] = stays;
+    if (at.votes != nullptr) *at.votes = static_cast<u16>(min_int(now + before, 0xFFFF));
+    decided.kept += stays;
+    if (!stays) decided.dropped += mass;
+    return 0;
+  }
   float mean = mass / static_cast<float>(max_int(1, sees));
   u32 votes = min_int(now + before, 0xFFFF);
   a.keep[static_cast<i64>(h.index) * a.columns + i] = stays;

@@ -28,19 +28,21 @@ DEV u32 near_at(u32 positions, int j) {
 constexpr u32 BUCKET_BYTES = 4 * Window<false>::bucket_words;
 static_assert(TOP * BUCKET_BYTES < 1 << 16, "distances that half a word holds");
 struct Words {
-  u32 own[4] = {}, previous[4];
+  u32 own[4] = {}, previous[4], bytes[2];  // bytes: buckets, of the two rows of a token and then of the next one
   // Products of tokens 2 m + e of the four.
   DEV void next(const float (&first)[4], const float (&second)[4], const float (&offset)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float* c = i < 2 ? first : second;
       previous[i] = own[i];
-      own[i] = __byte_perm(__float_as_uint(Window<false>::bucket_of(c[i % 2], offset[0])), __float_as_uint(Window<false>::bucket_of(c[2 + i % 2], offset[1])), 0x5410) * BUCKET_BYTES;
+      own[i] = __byte_perm(__float_as_uint(Window<false>::bucket_of(c[i % 2], offset[0])), __float_as_uint(Window<false>::bucket_of(c[2 + i % 2], offset[1])), 0x5410);
     }
+    bytes[0] = __byte_perm(own[0], own[1], 0x6420), bytes[1] = __byte_perm(own[2], own[3], 0x6420);
+#pragma unroll
+    for (int i = 0; i < 4; i++) own[i] *= BUCKET_BYTES;
   }
   // What stands `d` lanes before, of which lanes have one `here` and one `earlier`.
-  static DEV u32 before(u32 here, u32 earlier, int d) {
-    int lane = threadIdx.x & 31;
+  static DEV u32 before(u32 here, u32 earlier, int d, int lane) {
     return __shfl_sync(ALL, (lane & 3) + d < 4 ? here : earlier, (lane & ~3) | ((lane - d) & 3));
   }
   // The maximum of four from the k-th on.
@@ -52,7 +54,8 @@ struct Words {
   }
   // Maxima due at the four, where all tokens are next to each other.
   DEV void dense(u32 (&due)[4]) const {
-    u32 whole = REACH > 1 ? before(from(own, 0), from(previous, 0), 1) : 0, here = 0;
+    int lane = thread_now() & 31;
+    u32 whole = REACH > 1 ? before(from(own, 0), from(previous, 0), 1, lane) : 0, here = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int first = i - 2 * REACH, lanes = (3 - first) / 4, k = first + 4 * lanes;  // the first of WIDTH tokens: the k-th of a lane so many before
@@ -60,7 +63,7 @@ struct Words {
       due[i] = here;
       if (lanes <= 0) due[i] = i == 3 ? from(own, k) : here;
       if (lanes == 2) due[i] = larger(due[i], whole);
-      if (lanes >= 1) due[i] = larger(due[i], lanes == 1 && k == 0 ? whole : before(from(own, k), from(previous, k), lanes));
+      if (lanes >= 1) due[i] = larger(due[i], lanes == 1 && k == 0 ? whole : before(from(own, k), from(previous, k), lanes, lane));
     }
   }
   // The same by positions: `at` has those of the four and of the eight tokens before.
@@ -69,7 +72,7 @@ struct Words {
 #pragma unroll
     for (int i = 0; i < 4; i++) tokens[i] = own[3 - i];
 #pragma unroll
-    for (int d = 1; d <= 2 * REACH; d++) tokens[3 + d] = before(own[(8 - d) % 4], previous[(8 - d) % 4], (d + 3) / 4);
+    for (int d = 1; d <= 2 * REACH; d++) tokens[3 + d] = before(own[(8 - d) % 4], previous[(8 - d) % 4], (d + 3) / 4, threadIdx.x & 31);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int middle = static_cast<int>(at[8 + i - REACH]);
@@ -82,11 +85,3 @@ struct Words {
     }
   }
 };
-// What tokens of two tiles reach, a warpgroup each: bits of rows, four words a token, and masses, behind those of BEFORE tokens before them. Three in turn, so that
-// tiles can be written while warps still read those before.
-struct Reached {
-  u32 rows[3][BEFORE + 2 * KEYS][4];
-  float mass[3][BEFORE + 2 * KEYS];
-};
-static_assert(GROUPS == 2 * TEAMS, "warpgroups that share a run of tiles");
-static_assert(QUERY_BYTES + TEAMS * sizeof(Reached) <= 4 * HISTOGRAM_WORDS, "room where the histogram was");

@@ -31,8 +31,16 @@ struct Select {
   int* kept;           // [L, H]
   float* covered;      // [L, H]
   u64* tally;          // [L, H, columns]: votes, and mass in units of 2^-MASS_BITS, whose sums do not depend on their order
-  int slot, columns, budget;
+  u8* buckets;         // [rooms, room_tiles, rows, keys of a tile]
+  u32* taken;          // [rooms], 0 where nobody is
+  int slot, columns, budget, rooms, room_tiles;
   float p;
+};
+
+// Memory for buckets of a head slot's logits (`buckets.cuh`).
+struct Room {
+  int number;
+  u8* buckets;
 };
 
 DEV i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }

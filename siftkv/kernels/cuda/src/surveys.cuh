@@ -10,8 +10,9 @@ struct Lane {
   }
 };
 DEV bool is_plain(int from, int least) { return from >= 0 && from + KEYS <= least; }
+DEV u32 queries_of(const Shared& s, int rank) { return OWN_STEPS < STEPS ? shared_address(s.own_queries) + rank / 4 * (128 * 64) : 0u; }
 DEV void await_tile(const Head& h, const Pipe& pipe, int n, int from) {
-  barrier_wait(pipe.filled(n), pipe.fill_phase(n));
+  barrier_wait(pipe.filled(n), pipe.phase(n));
   if (!is_paged(h, from)) async_proxy_fence();
 }
 DEV void release(const Pipe& pipe, int n, int times) {
@@ -22,26 +23,29 @@ DEV void release(const Pipe& pipe, int n, int times) {
 template <bool FIRST> struct Counts {
   using W = Window<FIRST>;
   float total[2] = {}, below[2] = {}, offset[2], minus[2];
-  u32 counters;
+  u32 first;  // its counter of bucket 0
   DEV Counts(const Shared& s, int rank) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float low = FIRST ? COARSE_LOW : s.low[row_of(rank, 0, half)];
       minus[half] = -low, offset[half] = W::offset_of(low);
     }
-    counters = shared_address(s.histogram) + 4 * (W::copies * (8 * rank + ((threadIdx.x & 31) >> 2)) + (threadIdx.x & 3) % W::copies);
+    first = shared_address(s.histogram) + 4 * (W::copies * (8 * rank + ((threadIdx.x & 31) >> 2)) + (threadIdx.x & 3) % W::copies);
   }
-  DEV void add(float z, int half, u32 weight) {
+  // Adds up, and returns the bucket's bits.
+  DEV u32 add(float z, int half) {
     float bucket = W::bucket_of(z, offset[half]);
-    count_in(W::counter_of(counters, __float_as_uint(bucket)), weight << (16 * half));
-    if constexpr (FIRST) return;
+    if constexpr (FIRST) return __float_as_uint(bucket);
     float mass = exp2_fast(fmaf(z, LOGIT_SCALE, minus[half]));
     total[half] += mass;
     if (bucket == MAGIC) below[half] += mass;
+    return __float_as_uint(bucket);
   }
-  DEV void add_pooled(u32 word) {
-    u32 pooled = counters + 4 * BUCKETS * W::bucket_words;
-    count_in(pooled + (word & 0xFFFFu), 1u), count_in(pooled + (word >> 16), 1u << 16);
+  DEV u32 counter_of(u32 bucket) const { return W::counter_of(first, bucket); }
+  DEV void find_pooled(u32 (&counters)[8], const u32 (&words)[4]) const {
+    u32 pooled = first + 4 * BUCKETS * W::bucket_words;
+#pragma unroll
+    for (int i = 0; i < 4; i++) counters[2 * i] = pooled + (words[i] & 0xFFFFu), counters[2 * i + 1] = pooled + (words[i] >> 16);
   }
   DEV void finish(Shared& s, const Pipe& pipe) {
 #pragma unroll
@@ -52,13 +56,14 @@ template <bool FIRST> struct Counts {
     }
   }
 };
-// The products of a warpgroup's 64 rows with a team's tiles in turn; -inf where a row does not see a token. Calls `count(n, products)`.
-template <class Tiles, class F> DEV void each_of_rows(const Head& h, const Shared& s, const Pipe& pipe, const Rows& rows, const Lane& lane, const Tiles& tiles, F count) {
-  for (int n = pipe.team; n < tiles.count; n += TEAMS) {
+// The products of a warpgroup's 64 rows with a team's tiles in turn, from the n-th on; -inf where a row does not see a token. Calls `count(n, products)`.
+template <class Tiles, class F>
+DEV int each_of_rows(const Head& h, const Shared& s, const Pipe& pipe, const Rows& rows, const Lane& lane, const Tiles& tiles, int n, int end, F count) {
+  for (; n < end; n += TEAMS) {
     int from = first_of(h, tiles.at(n));
     float c[TILES][4];
     await_tile(h, pipe, n, from);
-    start_rows(c, rows, pipe.address(n));
+    start_rows(c, rows, pipe.address(n), queries_of(s, pipe.rank));
     await_products(c);
     if (REACH == 0) release(pipe, n, 1);
     if (!is_plain(from, lane.least)) {
@@ -72,31 +77,63 @@ template <class Tiles, class F> DEV void each_of_rows(const Head& h, const Share
     count(n, c);
     if (REACH > 0) release(pipe, n, 1);  // positions stand beside the keys
   }
+  return n;
 }
+#if STORES
+// Counts a tile, and leaves its buckets.
+DEV void count_and_store(Counts<false>& counts, const float (&c)[TILES][4], u8* stored, bool active) {
+#pragma unroll
+  for (int n = 0; n < TILES; n += 2) {
+    u32 words[2] = {0, 0}, counters[8];
+    if (active) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float(&x)[4] = c[n + e];
+        u32 own[4] = {counts.add(x[0], 0), counts.add(x[2], 1), counts.add(x[1], 0), counts.add(x[3], 1)};
+        words[e] = word_of(own[0], own[1], own[2], own[3]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) counters[4 * e + i] = counts.counter_of(own[i]);
+      }
+      count_in(counters);
+    }
+    store_words(stored, n / 2, words[0], words[1]);
+  }
+}
+#endif
 // Counts tokens in the rows' windows; a first look counts them as often as their tile weighs, the other adds up the masses of all and of those below, too.
-template <class Tiles, bool FIRST = Tiles::FIRST> DEV void survey(const Head& h, Shared& s, Pipe& pipe, const Rows& rows, const Lane& lane, const Tiles& tiles) {
+template <class Tiles, bool FIRST = Tiles::FIRST> DEV void survey(const Select& a, const Head& h, Shared& s, Pipe& pipe, const Rows& rows, const Lane& lane, const Tiles& tiles) {
   Counts<FIRST> counts(s, pipe.rank);
-  each_of_rows(h, s, pipe, rows, lane, tiles, [&](int n, const float (&c)[TILES][4]) {
+  each_of_rows(h, s, pipe, rows, lane, tiles, pipe.team, tiles.count, [&](int n, const float (&c)[TILES][4]) {
     u32 weight = 1;
     if constexpr (FIRST) weight = tiles.weight(tiles.at(n));
+#if STORES
+    if constexpr (!FIRST) return count_and_store(counts, c, words_of_tile(a, s.room, tiles.at(n)), lane.active);
+#endif
     if (!lane.active) return;
 #pragma unroll
-    for (int i = 0; i < 4 * TILES; i++) counts.add(c[i / 4][i % 4], i / 2 % 2, weight);
+    for (int i = 0; i < 4 * TILES; i++) count_in(counts.counter_of(counts.add(c[i / 4][i % 4], i / 2 % 2)), weight << (16 * (i / 2 % 2)));
   });
   pipe.turn += tiles.count;
   if constexpr (!FIRST) counts.finish(s, pipe);
 }
 #if REACHES
 // Counts a tile and the maxima due at it.
-template <bool DENSE> DEV void count_pooled(Counts<false>& counts, Words& words, const float (&c)[TILES][4], u32 positions, const int* visible, int least, int from) {
-  bool plain = from >= REACH && from + KEYS <= least;
+template <bool DENSE> DEV void count_pooled(Counts<false>& counts, Words& words, const float (&c)[TILES][4], u8* stored, u32 positions, const int* visible, int least, int from) {
+  bool plain = DENSE || (from >= REACH && from + KEYS <= least);
+  u32 pooled[8];  // counters, told when the next ones are known: else a register serves for all their addresses, each of which waits for the one before
   int seen[2] = {0, 0};
-  if (!DENSE && !plain) seen[0] = visible[0], seen[1] = visible[8];
+  if (!plain) seen[0] = visible[0], seen[1] = visible[8];
 #pragma unroll
   for (int run = 0; run < KEYS / RUN; run++) {
     int first = RUN * run + 4 * (threadIdx.x & 3);
     u32 due[4], at[12];
     words.next(c[2 * run], c[2 * run + 1], counts.offset);
+#if STORES
+    store_words(stored, run, words.bytes[0], words.bytes[1]);
+#endif
+    u32 own[8], counters[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) own[i] = counts.add(c[2 * run + i / 4][i % 2 * 2 + i / 2 % 2], i % 2), counters[i] = counts.counter_of(own[i]);
     if constexpr (DENSE) {
       words.dense(due);
     } else {
@@ -106,24 +143,74 @@ template <bool DENSE> DEV void count_pooled(Counts<false>& counts, Words& words,
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int middle = from + first + i - REACH;
-      if (!DENSE && !plain) due[i] &= (middle >= 0 && middle < seen[0] ? 0xFFFFu : 0u) | (middle >= 0 && middle < seen[1] ? 0xFFFF0000u : 0u);
-      counts.add(c[2 * run + i / 2][i % 2], 0, 1u), counts.add(c[2 * run + i / 2][2 + i % 2], 1, 1u);
-      counts.add_pooled(due[i]);
+      if (!plain) due[i] &= (middle >= 0 && middle < seen[0] ? 0xFFFFu : 0u) | (middle >= 0 && middle < seen[1] ? 0xFFFF0000u : 0u);
     }
+    count_in(counters);
+    if (run > 0) count_in(pooled);
+    counts.find_pooled(pooled, due);
+    if (run == KEYS / RUN - 1) count_in(pooled);
+  }
+}
+// The same for tiles without gaps that all rows see, up to the `end`-th. What a lane would have to keep meanwhile is read from shared memory when it is wanted: what
+// the compiler spills comes from the second-level cache, since next to nothing is left of the first.
+template <class Tiles, class F> DEV int each_dense_of_rows(const Head& h, Shared& s, const Pipe& whole, const Rows& rows, const Tiles& tiles, int n, int end, bool active, F count) {
+  __syncwarp();
+  u32 at = shared_address(s.kept[threadIdx.x / 32]);
+  if ((threadIdx.x & 31) == 0) {
+    store_words(at, whole.turn, end, static_cast<int>(queries_of(s, whole.rank)), active);
+    store_words(at + 16, static_cast<int>(whole.lines), static_cast<int>(whole.full), static_cast<int>(whole.empty), 0);
+  }
+  __syncwarp();
+  for (;;) {
+    u32 kept[8];
+    load_words<8, 4>(kept, at);
+    if (n >= static_cast<int>(kept[1])) return n;
+    Pipe pipe = {0, 0, kept[4], kept[5], kept[6], 0, static_cast<int>(kept[0])};
+    float c[TILES][4];
+    barrier_wait(pipe.filled(n), pipe.phase(n));
+    start_rows(c, rows, pipe.address(n), kept[2]);
+    await_products(c);
+    release(pipe, n, 1);
+    count(n, c, kept[3] != 0);
+    n += TEAMS;
   }
 }
 // The same with a second histogram, of maxima over neighbours. Every team has a run of tiles, of which the first is there for the next one's sake.
-DEV void survey_pooled(const Head& h, Shared& s, Pipe& pipe, const Rows& rows, const Lane& lane, const Every& tiles) {
+DEV void survey_pooled(const Select& a, const Head& h, Shared& s, Pipe& pipe, const Rows& rows, const Lane& lane, const Every& tiles) {
   Counts<false> counts(s, pipe.rank);
   Words words;
-  each_of_rows(h, s, pipe, rows, lane, tiles, [&](int n, const float (&c)[TILES][4]) {
+  const int* visible = s.visible + row_of(pipe.rank, 0, 0);
+  auto tile_of = [&](int n) {
+    u8* stored = nullptr;
+#if STORES
+    stored = words_of_tile(a, s.room, tiles.at(n));
+#endif
+    return stored;
+  };
+  auto clear = [&](int n) {
+#if STORES
+    for (int run = 0; run < KEYS / RUN; run++) store_words(tile_of(n), run, 0, 0);
+#endif
+  };
+  auto any = [&](int n, const float (&c)[TILES][4]) {
     int from = first_of(h, tiles.at(n));
     u32 positions = pipe.positions_at(n);
-    const int* visible = s.visible + row_of(pipe.rank, 0, 0);
-    if (n < TEAMS || !lane.active) words.next(c[TILES - 2], c[TILES - 1], counts.offset);
-    else if (is_dense(h, positions, from) && from + KEYS <= lane.least) count_pooled<true>(counts, words, c, positions, visible, lane.least, from);
-    else count_pooled<false>(counts, words, c, positions, visible, lane.least, from);
-  });
+    if (n < TEAMS) words.next(c[TILES - 2], c[TILES - 1], counts.offset);
+    else if (lane.active) count_pooled<false>(counts, words, c, tile_of(n), positions, visible, lane.least, from);
+    else clear(n);
+  };
+  // Tiles without gaps have a loop of their own, which does not spill.
+  Dense dense = dense_tiles(h, s, seen_by_all(h, s));
+  int n = pipe.team, from = min_int(max_int(tiles.place(dense.from, pipe.team), TEAMS + pipe.team), tiles.count);
+#pragma unroll 1
+  for (int part = 0; part < 2; part++) {
+    n = each_of_rows(h, s, pipe, rows, lane, tiles, n, part ? tiles.count : from, any);
+    if (part == 0 && n < tiles.count)
+      n = each_dense_of_rows(h, s, pipe, rows, tiles, n, min_int(tiles.place(dense.to, pipe.team), tiles.count), lane.active, [&](int n, const float (&c)[TILES][4], bool active) {
+        if (active) count_pooled<true>(counts, words, c, tile_of(n), 0, visible, 0, 0);
+        else clear(n);
+      });
+  }
   pipe.turn += tiles.count;
   counts.finish(s, pipe);
 }

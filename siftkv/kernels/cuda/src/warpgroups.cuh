@@ -25,9 +25,13 @@ template <int N> DEV void await_products(float (&c)[N][4]) {
   settle(c);
 }
 // Line 8 n + 2 t + e of the tile and row (half, g) in c[n][2 half + e].
-DEV void start_rows(float (&c)[TILES][4], const Rows& rows, u32 keys) {
+DEV void start_rows(float (&c)[TILES][4], const Rows& rows, u32 keys, u32 queries) {
   keys = __shfl_sync(ALL, operand(keys), 0);  // which is told to be the same in all lanes
-  start(c, [&](int s) { multiply_step(c, rows.x[0][s], channels_of(keys, HALF_BYTES, s), s); });
+  start(c, [&](int s) {
+    u64 y = channels_of(keys, HALF_BYTES, s);
+    if (s < OWN_STEPS) multiply_step(c, rows.x[0][s], y, s);
+    else multiply_step(c, channels_of(operand(queries), 0, s), y);
+  });
 }
 // Row 8 n + 2 t + e and line 16 w + 8 half + g of the tile, w being the warp, in c[n][2 half + e].
 DEV void start_keys(float (&c)[ROWS / 8][4], u32 keys, u32 queries) {
@@ -45,11 +49,12 @@ DEV void start_keys(float (&c)[ROWS / 8][4], u32 keys, u32 queries) {
 // Queries of a block of rows as the right operand, lines of 128 bytes in the same layout as keys.
 DEV void copy_queries(const Select& a, const Head& h, Shared& s, int block) {
   u32 to = shared_address(s.queries());
-  for (int i = threadIdx.x; i < ROWS * HEAD_DIM / 8; i += SELECT_THREADS) {
-    int line = i / (HEAD_DIM / 8), piece = i % (HEAD_DIM / 8), row = block * ROWS + line;
+  constexpr int pieces = (OWN_STEPS < STEPS ? HEAD_DIM - 16 * OWN_STEPS : HEAD_DIM) / 8;
+  for (int i = threadIdx.x; i < ROWS * pieces; i += SELECT_THREADS) {
+    int line = i / pieces, piece = HEAD_DIM / 8 - pieces + i % pieces, row = block * ROWS + line;
     i64 query = (static_cast<i64>(a.slot) * a.cache.layers + h.layer) * QUERY_ROWS + row / GROUP;
     const u16* from = a.queries + ((query * a.cache.heads + h.head) * GROUP + row % GROUP) * HEAD_DIM + 8 * piece;
-    u32 at = to + piece / 8 * QUERY_HALF_BYTES + line * 128 + ((piece % 8 ^ line % 8) << 4);
+    u32 at = to + (OWN_STEPS < STEPS ? 0 : piece / 8 * QUERY_HALF_BYTES) + line * 128 + ((piece % 8 ^ line % 8) << 4);
     if (row < h.rows) copy16(at, reinterpret_cast<const u8*>(from));
     else asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
   }
