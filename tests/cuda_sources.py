@@ -15,9 +15,9 @@ from siftkv.kernels.cuda.plan import Plan
 from siftkv.kernels.state import CacheState, SelectionRule
 
 # Modules by name: some of the package's functions are called as they are.
-elementwise, importance, pages, rewrite, select, worth = (
+elementwise, importance, pages, rewrite, select, snapshot, worth = (
     importlib.import_module(f"siftkv.kernels.cuda.{name}")
-    for name in ("elementwise", "importance", "pages", "rewrite", "select", "worth")
+    for name in ("elementwise", "importance", "pages", "rewrite", "select", "snapshot", "worth")
 )
 device = importlib.import_module("siftkv.kernels.cuda.device")
 HEADS, GROUP = 2, 4
@@ -86,6 +86,7 @@ EVERY = {
     "selecting, attention": lambda: selecting("attention", weights=True, bias=True),
     "selecting, snapkv": lambda: selecting("snapkv"),
     "selecting, accumulated": lambda: selecting("accumulated"),
+    "copying": lambda: str(snapshot.source()),
     "measuring": lambda: measuring(128, torch.bfloat16),
     "measuring, head_dim 256": lambda: measuring(256, torch.float16),
     "ranking": lambda: ranking(128, torch.bfloat16),

@@ -67,9 +67,15 @@ DEV bool find_thresholds(const Select& a, const Head& h, Shared& s, int block) {
   constexpr float width = static_cast<float>(TOP - overlap) / FINE;
   int row = threadIdx.x % ROWS, part = threadIdx.x / ROWS;
   float most = 0.f;
+  u32 tokens = 0;  // of a part of the row's histogram; of that of maxima, in the upper half
 #pragma unroll 4
-  for (int b = max_int(1, part * PART); b < min_int(TOP, (part + 1) * PART); b++) most += static_cast<float>(counted(s, 0, b, row)) * exp2_fast(edge(b + 1));
-  s.most[part][row] = most;
+  for (int b = part * PART; b < min_int(BUCKETS, (part + 1) * PART); b++) {
+    u32 own = counted(s, 0, b, row);
+    if (b > 0 && b < TOP) most += static_cast<float>(own) * exp2_fast(edge(b + 1));
+    if (COUNTS_ABOVE) tokens += own;
+    if (REACH > 0) tokens += static_cast<u32>(counted(s, 1, b, row)) << 16;
+  }
+  s.most[part][row] = most, s.counts[threadIdx.x] = tokens;
   sync_block();
   bool failed = false;
   if (part == 0) {
@@ -78,13 +84,16 @@ DEV bool find_thresholds(const Select& a, const Head& h, Shared& s, int block) {
     // Only rounding sends a row back to where it came from: there the edge that it passed is sound.
     if (bucket == 0 && s.moved[row] > 0) bucket = overlap;
     int move = bucket == TOP && s.moved[row] >= 0 ? 1 : bucket == 0 ? -1 : 0;
-    if (COUNTS_ABOVE) {
+    if (COUNTS_ABOVE && counts) {
+      int next = bucket / PART + 1;
+      for (int i = next; i < PARTS; i++) count += static_cast<int>(s.counts[i * ROWS + row] & 0xFFFFu);
 #pragma unroll 4
-      for (int b = bucket; b < BUCKETS; b++) count += counted(s, 0, b, row);
+      for (int b = bucket; b < min_int(BUCKETS, next * PART); b++) count += counted(s, 0, b, row);
     }
     if (counts && REACH > 0) {
-      int more = 0;
-      for (pooled = BUCKETS; pooled > 1 && more < count;) more += counted(s, 1, --pooled, row);
+      int more = 0, last = PARTS - 1;
+      for (; last > 0 && more + static_cast<int>(s.counts[last * ROWS + row] >> 16) < count; last--) more += static_cast<int>(s.counts[last * ROWS + row] >> 16);
+      for (pooled = min_int(BUCKETS, (last + 1) * PART); pooled > 1 && more < count;) more += counted(s, 1, --pooled, row);
     }
     s.exponent[row] = counts ? s.low[row] + log2_fast(sum_of(s.total, row)) : INF;
     float up = move * width;

@@ -7,8 +7,14 @@ static_assert(TOP < 128, "a bit of a byte left for a comparison");
 // The first token of the n-th pair of a tile, as lanes hold them.
 DEV int token_of_pair(int n) { return REACH > 0 ? 2 * n : 8 * (n / 8 * 2 + n % 2) + n / 2 % 4 * 2; }
 
+DEV int own_multiprocessor() {
+  u32 number;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(number));
+  return static_cast<int>(number);
+}
+// As a rule that which the block before left on the same multiprocessor.
 DEV Room take_room(const Select& a) {
-  int i = static_cast<int>(blockIdx.x) % a.rooms;
+  int i = own_multiprocessor() % a.rooms;
   while (atomicCAS(a.taken + i, 0u, 1u) != 0u) i = i + 1 == a.rooms ? 0 : i + 1;
   return {i, a.buckets + static_cast<i64>(i) * a.room_tiles * TILE_BUCKETS};
 }
@@ -22,8 +28,9 @@ DEV u8* words_of_tile(const Select& a, const Room& room, int tile) {
   if (tile < 0 || tile >= a.room_tiles) return nullptr;
   return room.buckets + (static_cast<u32>(tile) * TILE_BUCKETS + (4 * PAIRS * (thread >> 2 & (ROWS / 2 - 1)) | 8 * (thread & 3)));
 }
+DEV void store_there(u8* at, u32 first, u32 second) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(first), "r"(second) : "memory"); }
 DEV void store_words(u8* at, int run, u32 first, u32 second) {
-  if (at != nullptr) asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(at + 32 * run), "r"(first), "r"(second) : "memory");
+  if (at != nullptr) store_there(at + 32 * run, first, second);
 }
 // The word of two rows and two tokens, from their buckets' bits.
 DEV u32 word_of(u32 first, u32 lower_first, u32 second, u32 lower_second) {
@@ -88,10 +95,11 @@ struct Chunks {
     at = at == (CHUNKS - 1) * CHUNK_BYTES ? 0 : at + CHUNK_BYTES;
   }
 };
+// The warp's own, told anew each time.
+DEV Found& found(Shared& s) { return reinterpret_cast<Found*>(s.lines + FOUND_AT)[thread_now() / 32]; }
 // What the next tile reaches.
-DEV void find_tile(const Shared& s, Chunks& chunks, Found& f, float rest) {
+DEV void find_tile(Shared& s, Chunks& chunks, float rest) {
   constexpr u32 octave = 128 / FINE;
-  int first = token_of_pair(thread_now() & 31);
   u32 reaches_at = shared_address(s.reaches), shares_at = shared_address(s.shares);
   float mass[2] = {rest, rest};
 #pragma unroll 1
@@ -116,9 +124,11 @@ DEV void find_tile(const Shared& s, Chunks& chunks, Found& f, float rest) {
         u32 sum = add_bf16(sums[0], sums[1]);
         mass[0] += __uint_as_float(sum << 16), mass[1] += __uint_as_float(sum & 0xFFFF0000u);
       });
-    f.rows[BEFORE + first][q] = __byte_perm(reached[0], reached[1], 0x5410), f.rows[BEFORE + first + 1][q] = __byte_perm(reached[0], reached[1], 0x7632);
+    auto rows = found(s).rows + BEFORE + token_of_pair(thread_now() & 31);
+    rows[0][q] = __byte_perm(reached[0], reached[1], 0x5410), rows[1][q] = __byte_perm(reached[0], reached[1], 0x7632);
   }
-  f.mass[BEFORE + first] = mass[0], f.mass[BEFORE + first + 1] = mass[1];
+  float* masses = found(s).mass + BEFORE + token_of_pair(thread_now() & 31);
+  masses[0] = mass[0], masses[1] = mass[1];
 }
 // Rows 32 q to 32 q + 31 that see a token.
 DEV u32 seeing_rows(const Shared& s, int v, int q) {
@@ -156,7 +166,6 @@ DEV u32 votes_of_token(const Head& h, const Shared& s, const Found& f, int from,
 DEV Decided count_stored_votes(const Select& a, const Head& h, Shared& s, int block) {
   int warp = threadIdx.x / 32, lane = threadIdx.x & 31, least = seen_by_all(h, s);
   Ballots ballots(a, h, s, block);
-  Found& f = reinterpret_cast<Found*>(s.lines + FOUND_AT)[warp];
   float rest = 0.f;
   for (int r = lane; r < ROWS; r += 32) rest += s.rest[r];
   for (int o = 1; o < 32; o <<= 1) rest += shuffle_xor(rest, o);
@@ -169,9 +178,10 @@ DEV Decided count_stored_votes(const Select& a, const Head& h, Shared& s, int bl
   Dense dense = dense_tiles(h, s, least);
   // Of the run's pages, whose first is number `page`; and where a candidate of them stands.
   int page = max_int(0, first_of(h, tile) - REACH - h.first) / Source::TOKENS, pages = min_int(FOUND_PAGES, ceil_div(h.candidates, Source::TOKENS) - page);
-  for (int i = lane; i < pages; i += 32) f.pages[i] = ballots.pages[page + i];
-  auto page_of = [&](int v) { return page_at(a.cache, f.pages[(v - h.first) / Source::TOKENS - page]); };
+  for (int i = lane; i < pages; i += 32) found(s).pages[i] = ballots.pages[page + i];
+  auto page_of = [&](const Found& f, int v) { return page_at(a.cache, f.pages[(v - h.first) / Source::TOKENS - page]); };
   if (lane < BEFORE) {
+    Found& f = found(s);
     f.positions[lane] = -(1 << 20), f.mass[lane] = 0.f;
 #pragma unroll
     for (int q = 0; q < 4; q++) f.rows[lane][q] = 0;
@@ -184,20 +194,22 @@ DEV Decided count_stored_votes(const Select& a, const Head& h, Shared& s, int bl
     u32 votes[2] = {0, 0};
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      int v = from + 32 * e + lane - REACH;
-      if (Source::VOTES && ballots.last && counts && ballots.has(v)) votes[e] = *ballots.beside(page_of(v), v).votes;
+      int v = from + 32 * e + (thread_now() & 31) - REACH;
+      if (Source::VOTES && ballots.last && counts && ballots.has(v)) votes[e] = *ballots.beside(page_of(found(s), v), v).votes;
     }
-    if (REACH > 0 && !(all && (tile == last - 1 || dense.has(tile + 1)))) find_positions(a, h, f, from, all ? KEYS - BEFORE : 0);
-    find_tile(s, chunks, f, rest);
+    if (REACH > 0 && !(all && (tile == last - 1 || dense.has(tile + 1)))) find_positions(a, h, found(s), from, all ? KEYS - BEFORE : 0);
+    find_tile(s, chunks, rest);
     __syncwarp();
+    Found& f = found(s);
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      int j = 32 * e + lane, v = from + j - REACH;
+      int j = 32 * e + (thread_now() & 31), v = from + j - REACH;
       if (!counts || !ballots.has(v)) continue;
-      ballots.cast(v, {page_of(v), votes[e], 0}, votes_of_token(h, s, f, from, j, least, all), f.mass[BEFORE + j - REACH]);
+      ballots.cast(v, {page_of(f, v), votes[e], 0}, votes_of_token(h, s, f, from, j, least, all), f.mass[BEFORE + j - REACH]);
     }
     if (BEFORE == 0) continue;
     __syncwarp();
+    int lane = thread_now() & 31;
     if (lane < BEFORE) {
       *reinterpret_cast<uint4*>(f.rows[lane]) = *reinterpret_cast<const uint4*>(f.rows[KEYS + lane]);
       f.mass[lane] = f.mass[KEYS + lane], f.positions[lane] = f.positions[KEYS + lane];

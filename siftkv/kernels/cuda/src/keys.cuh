@@ -37,11 +37,12 @@ struct Pipe {
   int team, rank;
   u32 lines, full, empty, positions;
   int turn;  // tiles that went through the ring before this pass
-  DEV u32 address(int n) const { return lines + (turn + n) % STAGES * STAGE_BYTES; }
-  DEV u32 filled(int n) const { return full + (turn + n) % FILLS * 8; }
-  DEV u32 emptied(int n) const { return empty + (turn + n) % FILLS * 8; }
-  DEV u32 positions_at(int n) const { return positions + (turn + n) % STAGES * (4 * POSITION_ROW); }
-  DEV u32 phase(int n) const { return (turn + n) / FILLS & 1; }
+  DEV u32 number(int n) const { return static_cast<u32>(turn + n); }
+  DEV u32 address(int n) const { return lines + number(n) % STAGES * STAGE_BYTES; }
+  DEV u32 filled(int n) const { return full + number(n) % FILLS * 8; }
+  DEV u32 emptied(int n) const { return empty + number(n) % FILLS * 8; }
+  DEV u32 positions_at(int n) const { return positions + number(n) % STAGES * (4 * POSITION_ROW); }
+  DEV u32 phase(int n) const { return number(n) / FILLS & 1; }
 };
 // The tiles of a pass, all of them in turn; with a pool a run of `run` tiles for each team, which begins with the one before it.
 struct Every {

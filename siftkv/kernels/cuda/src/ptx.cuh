@@ -118,6 +118,12 @@ DEV void barrier_expect(u32 barrier, u32 bytes) {
 DEV void barrier_expect_more(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Whether a phase has ended.
+DEV bool barrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
 DEV void barrier_wait(u32 barrier, u32 parity) {
   u32 done;
   do {

@@ -129,7 +129,8 @@ template <bool DENSE> DEV void count_pooled(Counts<false>& counts, Words& words,
     u32 due[4], at[12];
     words.next(c[2 * run], c[2 * run + 1], counts.offset);
 #if STORES
-    store_words(stored, run, words.bytes[0], words.bytes[1]);
+    if (DENSE) store_there(stored + 32 * run, words.bytes[0], words.bytes[1]);
+    else store_words(stored, run, words.bytes[0], words.bytes[1]);
 #endif
     u32 own[8], counters[8];
 #pragma unroll
@@ -153,26 +154,27 @@ template <bool DENSE> DEV void count_pooled(Counts<false>& counts, Words& words,
 }
 // The same for tiles without gaps that all rows see, up to the `end`-th. What a lane would have to keep meanwhile is read from shared memory when it is wanted: what
 // the compiler spills comes from the second-level cache, since next to nothing is left of the first.
-template <class Tiles, class F> DEV int each_dense_of_rows(const Head& h, Shared& s, const Pipe& whole, const Rows& rows, const Tiles& tiles, int n, int end, bool active, F count) {
-  __syncwarp();
+template <class F> DEV int each_dense_of_rows(Shared& s, const Pipe& whole, const Rows& rows, int n, int end, F count) {
   u32 at = shared_address(s.kept[threadIdx.x / 32]);
+  __syncwarp();
   if ((threadIdx.x & 31) == 0) {
-    store_words(at, whole.turn, end, static_cast<int>(queries_of(s, whole.rank)), active);
+    store_words(at, whole.turn, end, static_cast<int>(queries_of(s, whole.rank)), 0);
     store_words(at + 16, static_cast<int>(whole.lines), static_cast<int>(whole.full), static_cast<int>(whole.empty), 0);
   }
   __syncwarp();
-  for (;;) {
+  for (bool ready = false;; n += TEAMS) {
     u32 kept[8];
     load_words<8, 4>(kept, at);
-    if (n >= static_cast<int>(kept[1])) return n;
     Pipe pipe = {0, 0, kept[4], kept[5], kept[6], 0, static_cast<int>(kept[0])};
+    if (!ready) barrier_wait(pipe.filled(n), pipe.phase(n));
     float c[TILES][4];
-    barrier_wait(pipe.filled(n), pipe.phase(n));
     start_rows(c, rows, pipe.address(n), kept[2]);
     await_products(c);
     release(pipe, n, 1);
-    count(n, c, kept[3] != 0);
-    n += TEAMS;
+    bool more = n + TEAMS < static_cast<int>(kept[1]);
+    ready = more && barrier_test(pipe.filled(n + TEAMS), pipe.phase(n + TEAMS));  // long before it is asked for
+    count(c);
+    if (!more) return n + TEAMS;
   }
 }
 // The same with a second histogram, of maxima over neighbours. Every team has a run of tiles, of which the first is there for the next one's sake.
@@ -201,15 +203,19 @@ DEV void survey_pooled(const Select& a, const Head& h, Shared& s, Pipe& pipe, co
   };
   // Tiles without gaps have a loop of their own, which does not spill.
   Dense dense = dense_tiles(h, s, seen_by_all(h, s));
-  int n = pipe.team, from = min_int(max_int(tiles.place(dense.from, pipe.team), TEAMS + pipe.team), tiles.count);
+#if STORES
+  dense.to = min_int(dense.to, a.room_tiles);
+#endif
+  int n = pipe.team, from = min_int(max_int(tiles.place(dense.from, pipe.team), TEAMS + pipe.team), tiles.count), to = min_int(tiles.place(dense.to, pipe.team), tiles.count);
 #pragma unroll 1
   for (int part = 0; part < 2; part++) {
     n = each_of_rows(h, s, pipe, rows, lane, tiles, n, part ? tiles.count : from, any);
-    if (part == 0 && n < tiles.count)
-      n = each_dense_of_rows(h, s, pipe, rows, tiles, n, min_int(tiles.place(dense.to, pipe.team), tiles.count), lane.active, [&](int n, const float (&c)[TILES][4], bool active) {
-        if (active) count_pooled<true>(counts, words, c, tile_of(n), 0, visible, 0, 0);
-        else clear(n);
-      });
+    if (part || n >= to) continue;
+    u8* stored = tile_of(n);
+    n = each_dense_of_rows(s, pipe, rows, n, to, [&](const float (&c)[TILES][4]) {
+      count_pooled<true>(counts, words, c, stored, 0, visible, 0, 0);
+      stored += KEYS * ROWS;
+    });
   }
   pipe.turn += tiles.count;
   counts.finish(s, pipe);
