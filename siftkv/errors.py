@@ -30,7 +30,13 @@ class PromptFailed(SiftKVError):
 
 
 class StepFailed(SiftKVError):
-    """A decode step, a trigger before one, or what was made of its result ended in an error that nobody foresaw."""
+    """A decode step, the choice of who takes part, a trigger before it, or what was made of its result ended in an
+    error that nobody foresaw.
+    """
+
+
+class LibraryFailed(SiftKVError):
+    """A tokenizer or a grammar broke one of its own assertions."""
 
 
 class DeviceLost(SiftKVError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from siftkv import LLM
-from siftkv.engine.graphs import decode_step, pages_of_two_steps
+from siftkv.engine.graphs import decode_step
 from siftkv.engine.pipeline import Flight
 from siftkv.engine.sampling_params import SamplingParams
 from siftkv.engine.sequence import Sequence
+from siftkv.kernels.reference.pages import most_taken
 from tests.tiny import prompt, tiny_llm
 
 KV = [
@@ -35,12 +37,30 @@ def test_two_steps_take_no_more_pages_than_told(kv: str) -> None:
     held, told = [], []
     for _ in range(140):
         held.append(int(llm.cache.pages_held(slots).sum()))
-        told.append(int(pages_of_two_steps(llm.cache.state, slots)))
+        told.append(int(most_taken(llm.cache.state, slots, 2)))
         llm.engine.step()
     grown = [after - before for before, after in zip(held, held[2:], strict=False)]
     assert all(pages <= most for pages, most in zip(grown, told, strict=False))
     assert any(grown)
     assert sum(told) < 0.7 * len(told) * 2 * len(running) * llm.cache.spec.head_slots
+
+
+def test_what_a_budget_does_not_allow_is_not_kept_free() -> None:
+    """Tiers of `sift` end with full pages, and open the next ones much later: one by one, as the request grows."""
+    llm = tiny_llm("sift:0.5,window=8,sinks=2", max_model_len=500, max_window=8)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for length in (300, 341, 380):
+        llm.engine.add(prompt(length, seed=length), params, llm.kv)
+    llm.engine.step()
+    slots = torch.tensor([s.slot for s in llm.engine.scheduler.running])
+    held, told = [], []
+    for _ in range(50):
+        held.append(int(llm.cache.pages_held(slots).sum()))
+        told.append(llm.cache.step_page_bound(slots))
+        llm.engine.step()
+    grown = [after - before for before, after in pairwise(held)]
+    assert all(pages <= most for pages, most in zip(grown, told, strict=False))
+    assert 0 < sum(told) <= 2 * sum(grown)
 
 
 class EagerGraphs:
@@ -54,7 +74,7 @@ class EagerGraphs:
     def launch(self, tokens: Tensor, slots: Tensor, looks_ahead: bool = False) -> SimpleNamespace:
         self.launches.append(looks_ahead)
         logits = decode_step(self.decoder, self.cache, tokens, slots)
-        ahead = int(pages_of_two_steps(self.cache.state, slots)) if looks_ahead else None
+        ahead = int(most_taken(self.cache.state, slots, 2)) if looks_ahead else None
         found = logits.argmax(-1)
         landed = found.tolist(), self.cache.finite(slots).tolist(), self.cache.free_pages, ahead
         return SimpleNamespace(tokens=found, wait=lambda: landed)
@@ -93,3 +113,22 @@ def test_overlapping_steps_in_a_tight_pool_change_nothing(monkeypatch: pytest.Mo
     assert found == expected
     assert sum(graphs.launches) > 20, "pages were meant to be short"
     assert len(alone) < 0.2 * len(graphs.launches), "most steps overlap nevertheless"
+
+
+def test_who_was_refused_does_not_break_off_the_next_step() -> None:
+    """What the next step may take is not free for a prompt: steps that overlap must know that, too."""
+    llm = tiny_llm("full:window=8", max_window=8, kv_cache_memory_bytes=tight_memory(40))
+    scheduler, asked = llm.engine.scheduler, []
+    for n in range(12):
+        params = SamplingParams(temperature=0, max_tokens=20 + 9 * n % 50, ignore_eos=True)
+        llm.engine.add(prompt(20 + n, seed=n), params, llm.kv)
+    while llm.engine.has_work:
+        batch = scheduler.schedule()
+        if batch.decode and scheduler.waiting and scheduler.cache.free_slots and not scheduler.swapped:
+            asked.append(scheduler.wants_turn(llm.cache.free_pages))
+        chosen = [batch]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "schedule", chosen.pop)
+            llm.engine.step()
+    assert len(asked) > 20
+    assert not any(asked)

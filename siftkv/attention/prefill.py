@@ -187,10 +187,38 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, batch: PromptBatch) -> tup
 
 def _equal_attention(q: Tensor, k: Tensor, v: Tensor, batch: PromptBatch) -> tuple[Tensor, Tensor]:
     """cuDNN takes prompts of one length as a batch."""
-    shape = (len(batch.slots), batch.longest)
-    query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True)
-    return found[0].transpose(1, 2).flatten(0, 1), found[1].view(shape[0], q.shape[1], -1).transpose(0, 1).flatten(1)
+    out, lse = _cudnn_attention(*(x.unflatten(0, (len(batch.slots), batch.longest)) for x in (q, k, v)))
+    return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+
+_PLANS_AN_OCTAVE, _FINEST, _MOST_ROWS = 16, 64, 16384
+
+
+def planned_length(tokens: int, prompts: int = 1) -> int:
+    """The length to which prompts are padded for cuDNN, which takes 45 to 70 ms to plan for one that it has not seen:
+    one of 16 an octave. Beyond 16,384 rows copies and what is computed in vain take as long.
+    """
+    step = max(_FINEST, (1 << (tokens - 1).bit_length()) // (2 * _PLANS_AN_OCTAVE))
+    length = -(-tokens // step) * step
+    return length if prompts * length <= _MOST_ROWS else tokens
+
+
+def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Prompts of one length: q `[B, n, Hq, D]`, k, v `[B, n, H, D]` to `[B, n, Hq, D]` and log-sum-exps `[B, Hq, n]`.
+
+    Zeros behind a prompt are masked for all its queries, and change no bit.
+    """
+    prompts, tokens, heads, _ = q.shape
+    more = planned_length(tokens, prompts) - tokens
+    padded = (F.pad(x, (0, 0, 0, 0, 0, more)) if more else x for x in (q, k, v))
+    out, lse = _planned(*(x.transpose(1, 2) for x in padded))
+    return out.transpose(1, 2)[:, :tokens], lse.view(prompts, heads, -1)[..., :tokens]
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The library's own operation, heads before tokens."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+    return out, lse
 
 
 _SHORT_PROMPT = 2048
@@ -207,10 +235,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | 
     The second result is each query's natural log-sum-exp, fp32 `[Hq, N]`, where the library gives it: on a CPU and
     through cuDNN.
     """
-    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     if _cudnn_gives_lse(q):
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True)
-        return found[0][0].transpose(0, 1), found[1].view(q.shape[1], len(q))
+        out, lse = _cudnn_attention(q[None], k[None], v[None])
+        return out[0], lse[0]
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     if _cpu_gives_lse(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
         return out[0].transpose(0, 1), lse[0]

@@ -4,7 +4,8 @@ policy and no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,13 +15,13 @@ from siftkv.cache.accounting import CacheUsage, request_bytes, usage
 from siftkv.cache.allocation import empty_state
 from siftkv.cache.compaction import HeadTokens, RingPlaces
 from siftkv.cache.integrity import check_integrity
-from siftkv.cache.recovery import discard
+from siftkv.cache.recovery import discard, reclaim
 from siftkv.cache.rules import SlotRule
 from siftkv.cache.spec import CacheSpec
 from siftkv.cache.swap import SwappedRequest, swap_bytes, swap_in, swap_out
 from siftkv.errors import NumericsError, OutOfPages, SiftKVError
 from siftkv.kernels import Kernels
-from siftkv.kernels.reference.pages import pages_needed, tokens_a_page
+from siftkv.kernels.reference.pages import most_taken, pages_needed
 from siftkv.kernels.state import Conditioning
 
 
@@ -49,15 +50,25 @@ class KVCache:
         OutOfPages when no slot is free.
         """
         rule.check(self.spec)
+        with self._fresh_slot() as slot:
+            rule.write(self.state, slot)
+            self.state.not_finite[slot] = False
+            self.state.peak_pages[slot] = 0
+        self._protection[slot] = (rule.window, rule.sinks)
+        self._examined |= {slot} if rule.catch_up else set()
+        return slot
+
+    @contextmanager
+    def _fresh_slot(self) -> Iterator[int]:
+        """A slot that is free again after an error."""
         if not self._free_slots:
             raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
         slot = self._free_slots.pop(0)
-        rule.write(self.state, slot)
-        self._protection[slot] = (rule.window, rule.sinks)
-        self._examined |= {slot} if rule.catch_up else set()
-        self.state.not_finite[slot] = False
-        self.state.peak_pages[slot] = 0
-        return slot
+        try:
+            yield slot
+        except BaseException:
+            discard(self, [slot])
+            raise
 
     def set_shares(self, layer: int, slots: Tensor, share: Tensor) -> None:
         """New shares of one layer, learned from prompts: slots int64 `[R]`, share fp32 `[R, H, T]` over the pool's
@@ -214,14 +225,17 @@ class KVCache:
         compaction.rewrite(self.state, layer, slot, tokens, keep, target, merged)
 
     def release(self, slots: list[int]) -> None:
-        """Give back every page of the requests, and their slots."""
+        """Give back every page of the requests, and their slots, whatever an error does in the middle."""
         if slots:
-            self._join(slots)
-            index = torch.tensor(slots, device=self.state.pages.device)
-            self.kernels.release(self.state, index)
-            if self.state.skips:
-                self.state.page_skip[index] = 0
-            self._free_slots.extend(slots)
+            try:
+                self._join(slots)
+                index = torch.tensor(slots, device=self.state.pages.device)
+                self.kernels.release(self.state, index)
+                if self.state.skips:
+                    self.state.page_skip[index] = 0
+            except Exception as error:
+                reclaim(self, slots, error)
+            self._free_slots.extend(slot for slot in slots if slot not in self._free_slots)
             self._examined.difference_update(slots)
 
     def _join(self, slots: list[int]) -> None:
@@ -247,16 +261,12 @@ class KVCache:
         """
         if swapped.num_pages > self.free_pages:
             raise OutOfPages(f"the request needs {swapped.num_pages} pages and {self.free_pages} are free")
-        if not self._free_slots:
-            raise OutOfPages(f"all {self.spec.max_slots} request slots are taken")
-        slot = self._free_slots.pop(0)
-        try:
+        with self._fresh_slot() as slot:
             swap_in(self.state, slot, swapped)
-        except Exception:
-            discard(self, [slot])
-            raise
-        self._protection[slot] = (int(self.state.window[slot]), int(self.state.sinks[slot]))
-        self._examined |= {slot} if int(self.state.catch_up[slot]) else set()
+            protection = int(self.state.window[slot]), int(self.state.sinks[slot])
+            examined = bool(self.state.catch_up[slot])
+        self._protection[slot] = protection
+        self._examined |= {slot} if examined else set()
         return slot
 
     @property
@@ -268,13 +278,8 @@ class KVCache:
         return len(self._free_slots)
 
     def step_page_bound(self, slots: Tensor) -> int:
-        """Pages that the next step of these requests can take at most: one a tier that stands at the end of its last
-        page, at most one (two with catch-up) a head slot.
-        """
-        state = self.state
-        full = (state.lengths[slots] % tokens_a_page(state) == 0) & (state.cap[slots] > 0)
-        most = (1 + state.catch_up[slots]).clamp(max=2)[:, None, None]
-        return int(torch.minimum(full.sum(-1), most).sum())
+        """Pages that the next step of these requests can take at most (`siftkv.kernels.reference.pages.most_taken`)."""
+        return int(most_taken(self.state, slots, 1))
 
     def pages_held(self, slots: Tensor) -> Tensor:
         """Pages of each request, int64 `[B]`."""

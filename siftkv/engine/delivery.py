@@ -11,7 +11,7 @@ from siftkv.engine.outputs import StreamChunk, TokenLogprob
 from siftkv.engine.report import read_counts, report_of
 from siftkv.engine.scheduler import Scheduler
 from siftkv.engine.sequence import Sequence
-from siftkv.errors import SiftKVError
+from siftkv.errors import OutOfPages, SiftKVError
 
 _log = logging.getLogger("siftkv.engine")
 
@@ -55,6 +55,20 @@ class Delivery:
         sequence.error = type(error)(f"request {sequence.request_id}: {error}")
         return self.finish(sequence, "abort", closed=closed)
 
+    def full(self, sequence: Sequence) -> OutOfPages:
+        """Why a sequence that has the pool to itself cannot go on."""
+        return OutOfPages(
+            f"the pool of {self.cache.spec.num_pages} pages is full after {len(sequence.output_ids)} tokens: "
+            "raise kv_cache_memory_bytes, or use a kv setting that keeps less"
+        )
+
+    def too_large(self, sequence: Sequence) -> OutOfPages:
+        """Why its prompt cannot start."""
+        return OutOfPages(
+            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {self.cache.spec.num_pages} pages "
+            f"under {sequence.policy.name}: raise kv_cache_memory_bytes, or use a kv setting that keeps less"
+        )
+
     def finish(
         self,
         sequence: Sequence,
@@ -84,8 +98,8 @@ class Delivery:
         """Text that waited for more. A request that is to end in any case does not fail by it."""
         try:
             return sequence.stops.close(sequence.detokenizer.flush(), may_stop)
-        except Exception:
-            if reason != "abort":
+        except Exception as error:
+            if reason != "abort" or isinstance(error, AssertionError):
                 raise
             _log.exception("the last text of request %s is lost", sequence.request_id)
             return ""

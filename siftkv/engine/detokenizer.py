@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Protocol
 
+from siftkv.engine.foreign import TOKENIZER
+
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 5
 # A UTF-8 character has at most 4 bytes and a token at least one: 4 tokens without text will never become a character.
@@ -65,9 +67,10 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        with TOKENIZER:
+            return self._tokenizer.decode(
+                token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            )
 
     def _whole_context(self, token_ids: list[int]) -> list[int]:
         """Without the end of a character that began further to the left: it may spoil what follows it."""
@@ -97,14 +100,15 @@ class StopChecker:
         self._stop = tuple(stop)
         self._include = include_stop_str_in_output
         self._tail = ""
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []
+        """All text released so far."""
         self.stop_reason: str | None = None
         """The stop string that was found; None as long as there was none."""
 
     @property
     def text(self) -> str:
         """All text released so far."""
-        return "".join(self._pieces)
+        return "".join(self.pieces)
 
     def append(self, piece: str, may_stop: bool = True) -> str:
         """Take the next piece of text and return what can be shown now; then look at `stop_reason`.
@@ -133,7 +137,7 @@ class StopChecker:
         return released if self._include else released + self._release(held)
 
     def _release(self, piece: str) -> str:
-        self._pieces.append(piece)
+        self.pieces.append(piece)
         return piece
 
     def _first_match(self, buffer: str, old: int) -> tuple[int, int, str] | None:

@@ -62,11 +62,11 @@ class Engine:
         self.runner = Runner(decoder, cache)
         self.scheduler = Scheduler(cache, max_batched_tokens, preemption, swap_bytes, admission)
         self.delivery = Delivery(cache, self.scheduler, self.eos_token_ids)
-        self.faults = Faults(cache, self.scheduler, self.delivery)
-        self.flights = Flights(cache, self.runner, self.scheduler, self.delivery, self.faults)
+        self._live: dict[str, list[Sequence]] = {}
+        self.faults = Faults(cache, self.scheduler, self.delivery, self._live)
+        self.flights = Flights(cache, self.runner, self.scheduler, self.faults)
         self.sampler = Sampler()
         self.check_integrity = check_integrity
-        self._live: dict[str, list[Sequence]] = {}
         self._policies: OrderedDict[Hashable, BoundPolicy] = OrderedDict()
         self._counter = itertools.count()
 
@@ -83,7 +83,12 @@ class Engine:
         bound = BoundPolicy(policy, self.cache.spec)  # refuses what does not fit before layers are measured for it
         if not policy.weighs_layers:
             return bound
-        return BoundPolicy(policy, self.cache.spec, layer_costs(self.runner.decoder, self.tokenizer))
+        try:
+            costs = layer_costs(self.runner.decoder, self.tokenizer)
+        except Exception as error:
+            self.faults.probe(error, "measuring layers")
+            raise
+        return BoundPolicy(policy, self.cache.spec, costs)
 
     def _fingerprint(self) -> str:
         return model_fingerprint(self.runner.decoder)
@@ -96,9 +101,10 @@ class Engine:
         prompt: str | None = None,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request of `params.n` completions and return its id. Raises RequestError, PolicyError or FormatError,
-        and then nothing is queued.
+        """Queue a request of `params.n` completions and return its id. Raises RequestError, PolicyError, FormatError or
+        LibraryFailed, and then nothing is queued; what has ended the engine (see `step`) once something has.
         """
+        self.faults.check()
         ids = [int(t) for t in prompt_ids]
         self.check_prompt(ids)
         bound = self.bind(policy)
@@ -111,6 +117,11 @@ class Engine:
         for sequence in sequences:
             self.scheduler.add(sequence)
         return request_id
+
+    @property
+    def failed(self) -> bool:
+        """Whether every further step raises what has ended the engine."""
+        return self.faults.fatal is not None
 
     def check_prompt(self, ids: list[int]) -> None:
         """Raise RequestError unless a prompt can be run: not empty, inside the vocabulary, shorter than the context."""
@@ -166,29 +177,31 @@ class Engine:
 
     def abort(self, request_id: str) -> list[StreamChunk]:
         """End a request at once, wherever it stands; its pages return. Unknown ids are ignored."""
-        if self.faults.device_lost:  # then there are no pages either
-            return []
         live = [s for s in self._live.get(request_id, []) if s.finish_reason is None]
-        chunks = [self.delivery.finish(sequence, "abort") for sequence in live]
-        self._verify()
+        if self.failed:
+            return [self.faults.abort(sequence) for sequence in live]
+        with self.faults.lasting():
+            chunks = [self.faults.abort(sequence) for sequence in live]
+            self._verify()
         return chunks
 
     def step(self) -> list[StreamChunk]:
         """One pass: prompts that were admitted, or one token of each running request. Returns what it added.
 
-        On a GPU greedy steps are pipelined: a call launches a step and returns what the one before it gave.
+        On a GPU greedy steps are pipelined: a call launches a step and returns what the one before it gave. Raises
+        DeviceLost when the GPU has failed for good, AssertionError or IntegrityError when the engine's own books are
+        wrong; then every further step does.
         """
-        if self.flights.under_way is not None:
-            chunks = self.flights.land()
-        else:
-            batch = self.scheduler.schedule()
-            chunks = [self.delivery.fail(s, self.scheduler.full(s)) for s in batch.failed]
-            if batch.prefill:
-                chunks += self._prefill(batch.prefill)
-            elif batch.decode:
-                chunks += self._decode(batch.decode)
-        self._verify()
+        with self.faults.lasting():
+            chunks = self._step() if self.flights.under_way is None else self.flights.land()
+            self._verify()
         return chunks
+
+    def _step(self) -> list[StreamChunk]:
+        batch, chunks = self.faults.schedule()
+        if batch.prefill:
+            return chunks + self._prefill(batch.prefill)
+        return chunks + self._decode(batch.decode) if batch.decode else chunks
 
     def _verify(self) -> None:
         if self.check_integrity:
@@ -203,31 +216,34 @@ class Engine:
                 [s.prompt_ids for s in sequences], [s.slot for s in sequences], [s.policy for s in sequences]
             )
             held = self.cache.pages_held(self.cache.state.seen.new_tensor([s.slot for s in sequences])).tolist()
+            for sequence, failure, pages in zip(sequences, failures, held, strict=True):
+                if failure is None:
+                    self.scheduler.forecast.learn_pages(sequence, pages)
         except Exception as error:
             return self.faults.of_prompts(sequences, error)
         chunks, good, short = [], [], []
         for row, (sequence, failure) in enumerate(zip(sequences, failures, strict=True)):
             if failure is None:
                 good.append(row)
-                self.scheduler.forecast.learn_pages(sequence, held[row])
             elif isinstance(failure, OutOfPages):
                 short.append(sequence)
             else:
-                chunks.append(self.delivery.fail(sequence, failure))
+                chunks.append(self.faults.fail(sequence, failure))
         hopeless = self.scheduler.requeue(short, len(sequences)) if short else []
-        chunks += [self.delivery.fail(s, self.scheduler.too_large(s)) for s in hopeless]
+        chunks += [self.faults.fail(s, self.delivery.too_large(s)) for s in hopeless]
         return chunks + self._next_tokens(sequences, good, logits)
 
     def _decode(self, sequences: list[Sequence]) -> list[StreamChunk]:
-        alone = self.scheduler.leans_on_itself()
-        sequences, chunks = self.faults.run_triggers(sequences)
-        if alone and sequences and not self.scheduler.has_room():
-            return chunks + [self.delivery.fail(s, self.scheduler.full(s)) for s in sequences]
-        if not sequences:
-            return chunks
-        if self.flights.may_start(sequences):
-            return chunks + self.flights.start(sequences)
+        chunks: list[StreamChunk] = []
         try:
+            alone = self.scheduler.leans_on_itself()
+            sequences, chunks = self.faults.run_triggers(sequences)
+            if alone and sequences and not self.scheduler.has_room():
+                return chunks + [self.faults.fail(s, self.delivery.full(s)) for s in sequences]
+            if not sequences:
+                return chunks
+            if self.flights.may_start(sequences):
+                return chunks + self.flights.start(sequences)
             logits, flags = self.runner.decode([s.output_ids[s.fed] for s in sequences], [s.slot for s in sequences])
             finite = flags.tolist()
         except Exception as error:
@@ -239,7 +255,7 @@ class Engine:
                 good.append(row)
             else:
                 reason = NumericsError("NaN or infinity in the keys or values of a generated token")
-                chunks.append(self.delivery.fail(sequence, reason))
+                chunks.append(self.faults.fail(sequence, reason))
         return chunks + self._next_tokens(sequences, good, logits)
 
     def _next_tokens(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> list[StreamChunk]:
@@ -254,7 +270,7 @@ class Engine:
             drawn = self.sampler.sample(logits[rows], [sequences[row].row for row in rows])
         except NonFiniteLogits as error:
             wrong = {rows[i]: error.reason(i) for i in error.rows}
-            chunks = [self.delivery.fail(sequences[row], reason) for row, reason in wrong.items()]
+            chunks = [self.faults.fail(sequences[row], reason) for row, reason in wrong.items()]
             return chunks + self._next_tokens(sequences, [row for row in rows if row not in wrong], logits)
         except Exception as error:
             if len(rows) == 1:

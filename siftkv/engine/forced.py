@@ -11,6 +11,7 @@ from itertools import groupby
 
 from torch import Tensor
 
+from siftkv.cache.recovery import discard
 from siftkv.engine.cascade import Cascade, cascade_of, run_due
 from siftkv.engine.engine import Engine
 from siftkv.engine.outputs import KVReport
@@ -81,4 +82,4 @@ class ForcedRun:
                 yield logits
             self.reports = [kv_report(cache, s, p.name) for s, p in zip(slots, bound, strict=True)]
         finally:
-            cache.release(slots)
+            discard(cache, slots)  # an error may have come in the middle of a step

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
 from siftkv.cache import KVCache
+from siftkv.engine.concerned import Concerned
 from siftkv.engine.sequence import Sequence
 
 _PAGE_MARGIN = 1.1
@@ -64,8 +65,11 @@ class Forecast:
 
     def start_pages(self, sequence: Sequence) -> int:
         """Pages that a sequence is expected to take when it starts."""
-        share = 1.0 if sequence.prefill_failures else self._share(sequence)
-        return int(self._worst_pages(sequence, len(sequence.output_ids)) * min(1.0, share * _PAGE_MARGIN))
+        try:
+            share = 1.0 if sequence.prefill_failures else self._share(sequence)
+            return int(self._worst_pages(sequence, len(sequence.output_ids)) * min(1.0, share * _PAGE_MARGIN))
+        except Exception as error:
+            raise Concerned(sequence) from error
 
     def peak_pages(self, sequences: Iterable[Sequence]) -> float:
         """Most pages that sequences are expected to hold together."""
@@ -73,10 +77,13 @@ class Forecast:
 
     def course(self, sequence: Sequence) -> Course:
         """What a sequence is expected to do from now on."""
-        done, share = len(sequence.output_ids), self._share(sequence)
-        left = max(1, self._expected_output(sequence) - done)
-        now = self._worst_pages(sequence, done) * share
-        return left, now, (self._worst_pages(sequence, done + left) * share - now) / left
+        try:
+            done, share = len(sequence.output_ids), self._share(sequence)
+            left = max(1, self._expected_output(sequence) - done)
+            now = self._worst_pages(sequence, done) * share
+            return left, now, (self._worst_pages(sequence, done + left) * share - now) / left
+        except Exception as error:
+            raise Concerned(sequence) from error
 
     def _expected_output(self, sequence: Sequence) -> int:
         done = len(sequence.output_ids)

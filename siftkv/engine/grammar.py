@@ -35,12 +35,22 @@ class GrammarState:
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
         self._consumed = 0
+        self._error: Exception | None = None
 
     @property
     def failure(self) -> str | None:
         return _reason(self._matcher) if self._matcher.is_error() else None
 
     def allowed(self, output_ids: Sequence[int], vocab: int) -> Tensor:
+        if self._error is not None:  # how far the matcher came is not known: text that it does not allow might follow
+            raise self._error
+        try:
+            return self._allowed(output_ids, vocab)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _allowed(self, output_ids: Sequence[int], vocab: int) -> Tensor:
         new = list(output_ids[self._consumed :])
         self._consumed = len(output_ids)
         if (new and not self._matcher.consume_tokens(new)) or self._matcher.is_error():

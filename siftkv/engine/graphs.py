@@ -14,8 +14,7 @@ from siftkv.attention import DecodeAttention
 from siftkv.cache import KVCache
 from siftkv.kernels.cuda import products
 from siftkv.kernels.cuda.step import choose
-from siftkv.kernels.reference.pages import tokens_a_page
-from siftkv.kernels.state import CacheState
+from siftkv.kernels.reference.pages import most_taken
 from siftkv.models import Decoder
 
 _WARM_UP_STEPS = 2
@@ -50,7 +49,7 @@ class Landing:
 
     @classmethod
     def of(cls, choice: Tensor, count: int, ahead: Tensor | None) -> Landing:
-        """Of the first `count` requests of a step. ahead: what two more steps can take, see `pages_of_two_steps`."""
+        """Of the first `count` requests of a step. ahead: what two more steps can take."""
         tokens, choice_there, ahead_there = choice[:count], _to_host(choice), None if ahead is None else _to_host(ahead)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -70,18 +69,6 @@ class Landing:
 def _to_host(x: Tensor) -> Tensor:
     """A copy in pinned memory, on its way."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-
-def pages_of_two_steps(state: CacheState, slots: Tensor) -> Tensor:
-    """Most pages that the next two steps of requests can take: slots int64 `[B]` to int64 `[]`, on the device.
-
-    A tier takes a page if the tokens that may come to it, one a step (two with catch-up), exceed what its last page has
-    room for; a head takes no more than one page a step (two with catch-up).
-    """
-    most = 2 * (1 + state.catch_up[slots])[:, None, None]
-    room = -state.lengths[slots] % tokens_a_page(state)  # [B, L, H, T]
-    ending = (room < most[..., None]) & (state.cap[slots] > 0)
-    return torch.minimum(ending.sum(-1), most).sum()
 
 
 class DecodeGraphs:
@@ -130,7 +117,7 @@ class DecodeGraphs:
         looks_ahead: let the landing tell how many pages two more steps can take.
         """
         step, count = self._replay(token_ids, slots), len(slots)
-        ahead = pages_of_two_steps(self.cache.state, self._slots[:count]) if looks_ahead else None
+        ahead = most_taken(self.cache.state, self._slots[:count], 2) if looks_ahead else None
         return Landing.of(step.choice, count, ahead)
 
     def _replay(self, token_ids: Tensor, slots: Tensor) -> _Step:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from siftkv.engine.foreign import TOKENIZER
 from siftkv.kernels.fused import add_rms_norm
 from siftkv.models.decoder import Decoder
 from siftkv.models.layer import DecoderLayer
@@ -36,7 +37,8 @@ def layer_costs(decoder: Decoder, tokenizer: object) -> tuple[float, ...]:
     """
     if decoder.layer_costs is None:
         config = decoder.config
-        ids = sample_ids(tokenizer, config.vocab_size, min(_PROMPT + _ASKED, config.context_limit))
+        with TOKENIZER:
+            ids = sample_ids(tokenizer, config.vocab_size, min(_PROMPT + _ASKED, config.context_limit))
         enough = len(ids) >= _LEAST_PROMPT + _ASKED and len(set(ids)) >= _LEAST_KINDS
         decoder.layer_costs = tuple(measure_layers(decoder, ids, _ASKED).tolist()) if enough else ()
     return decoder.layer_costs

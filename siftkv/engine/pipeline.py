@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from siftkv.engine.concerned import Concerned
 from siftkv.engine.graphs import Landing
 from siftkv.engine.sequence import Sequence
 
@@ -28,7 +29,12 @@ def moved_pages(sequences: list[Sequence], head_slots: int, ahead: int = 0) -> i
     """Pages that triggers before the next step, and that step because of them, can take at most beyond what requests
     need as they stand. ahead: tokens that are on their way.
     """
-    moving = sum(s.cascade is not None and s.cascade.moves(s.seen + ahead) for s in sequences)
+    moving = 0
+    for sequence in sequences:
+        try:
+            moving += sequence.cascade is not None and sequence.cascade.moves(sequence.seen + ahead)
+        except Exception as error:
+            raise Concerned(sequence) from error
     return 2 * head_slots * moving
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from siftkv.engine.foreign import GRAMMAR
 from siftkv.engine.guide import GuideState
 from siftkv.engine.outputs import TokenLogprob
 from siftkv.engine.sampling_params import SamplingParams
@@ -83,7 +84,8 @@ class SamplingRow:
     @cached_property
     def guide(self) -> GuideState | None:
         """Where this completion stands in its grammar; None where any token may come."""
-        return None if self.params.guide is None else self.params.guide.start()
+        with GRAMMAR:
+            return None if self.params.guide is None else self.params.guide.start()
 
     @cached_property
     def biases(self) -> tuple[Tensor, Tensor]:
@@ -135,7 +137,8 @@ def _check_finite(adjusted: Tensor, logits: Tensor, rows: Sequence[SamplingRow])
     finite = adjusted.amax(-1).isfinite()  # NaN anywhere in a row is its maximum
     if not finite.all():
         wrong = (~finite).nonzero().flatten().tolist()
-        stuck = {i: guide.failure for i in wrong if (guide := rows[i].guide) and logits[i].amax().isfinite()}
+        with GRAMMAR:
+            stuck = {i: guide.failure for i in wrong if (guide := rows[i].guide) and logits[i].amax().isfinite()}
         raise NonFiniteLogits(wrong, {i: why or "it allows no token that may come here" for i, why in stuck.items()})
 
 
@@ -160,7 +163,8 @@ def _guide(logits: Tensor, row: SamplingRow) -> None:
     forbids everything, so that the row counts as one without a usable distribution.
     """
     if row.guide is not None:
-        allowed = row.guide.allowed(row.output_ids, logits.shape[-1])
+        with GRAMMAR:
+            allowed = row.guide.allowed(row.output_ids, logits.shape[-1])
         logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
     if row.params.biases:
         tokens, biases = row.biases

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 import torch
 
 from siftkv.cache import KVCache
+from siftkv.engine.concerned import concerning
 from siftkv.engine.forecast import Forecast, peak
+from siftkv.engine.gathering import Gathering
 from siftkv.engine.pipeline import moved_pages
 from siftkv.engine.sequence import Sequence, Status
-from siftkv.errors import OutOfPages
 
 Preemption = Literal["swap", "recompute"]
 Admission = Literal["careful", "greedy"]
@@ -37,8 +39,8 @@ class Batch:
 
 
 class Scheduler:
-    """First come, first served, within a priority. Prompts go first while pages are free; the newest running sequence
-    is preempted first.
+    """First come, first served, within a priority. Prompts go first while pages are free, on a GPU several together
+    (`Gathering`); the newest running sequence is preempted first.
 
     preemption: `swap` copies a victim's sifted pages to host memory and back (bit for bit), while `swap_bytes` last;
         `recompute`, and the fallback, prefills the prompt again and feeds the generated tokens through the decode
@@ -65,7 +67,9 @@ class Scheduler:
         self.swapped: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.forecast = Forecast(cache)
+        self.gathering = Gathering(cache.kernels.DEFERS_FAULTS, max_batched_tokens)
         self._hold_prompts = False
+        self._reserved = 0  # pages that the next step may take, when they were last counted
 
     @property
     def swapped_bytes(self) -> int:
@@ -88,25 +92,26 @@ class Scheduler:
         takes them back.
         """
         self._resume()
-        prompts = [] if self.swapped or (self._hold_prompts and self.running) else self._admit()
+        prompts = self._admit() if self._lets_in() else []
         if prompts:
+            self.gathering.started()
             return Batch(prefill=prompts)
         self._hold_prompts = False
+        self.gathering.stepped()
         failed = self._make_room()
         return Batch(decode=list(self.running), failed=failed)
 
     def wants_turn(self, free_pages: int) -> bool:
-        """Whether a request that waits could probably start now; `free_pages` as last heard of."""
+        """Whether requests that wait could probably start now; `free_pages` as last heard of."""
         if not self.cache.free_slots:
             return False
+        free_pages -= self._reserved
         if self.swapped:
             first = self.swapped[0]
             assert first.swapped is not None
             fits = first.swapped.num_pages + self.cache.spec.head_slots <= free_pages
             return fits and self._fits_until_it_ends(first, self.running)
-        if not self.waiting or self.forecast.start_pages(self.waiting[0]) > free_pages:
-            return False
-        return self._fits_until_it_ends(self.waiting[0], self.running, self._overcommit())
+        return bool(self.waiting) and self._can_start(self._wanted(), free_pages)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it stands, and give its pages back."""
@@ -127,16 +132,19 @@ class Scheduler:
         hopeless = []
         for sequence in reversed(sequences):
             self.running.remove(sequence)
-            if sequence.slot >= 0:
-                self.cache.release([sequence.slot])
-            sequence.slot, sequence.status = -1, Status.WAITING
+            self._take_back(sequence)
             sequence.prefill_failures += 1
             if admitted == 1 and not self.running and not self.swapped:
-                hopeless.append(sequence)
-            else:
-                self.waiting.appendleft(sequence)
+                hopeless.append(self.waiting.popleft())
         self._hold_prompts = True
         return hopeless
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """A prompt waits again, as the first."""
+        if sequence.slot >= 0:
+            self.cache.release([sequence.slot])
+        sequence.slot, sequence.status = -1, Status.WAITING
+        self.waiting.appendleft(sequence)
 
     def leans_on_itself(self) -> bool:
         """Whether the only request that runs has a trigger before its next step, whose pages nobody keeps free."""
@@ -146,25 +154,32 @@ class Scheduler:
         """Whether the next step finds its pages for sure, once triggers before it have run."""
         return self.cache.step_page_bound(self._slots(self.running)) <= self.cache.free_pages
 
-    def full(self, sequence: Sequence) -> OutOfPages:
-        """Why a sequence that has the pool to itself cannot go on."""
-        return OutOfPages(
-            f"the pool of {self.cache.spec.num_pages} pages is full after {len(sequence.output_ids)} tokens: "
-            "raise kv_cache_memory_bytes, or use a kv setting that keeps less"
-        )
-
-    def too_large(self, sequence: Sequence) -> OutOfPages:
-        """Why its prompt cannot start."""
-        return OutOfPages(
-            f"a prompt of {len(sequence.prompt_ids)} tokens does not fit a pool of {self.cache.spec.num_pages} pages "
-            f"under {sequence.policy.name}: raise kv_cache_memory_bytes, or use a kv setting that keeps less"
-        )
-
     def _fits_until_it_ends(self, sequence: Sequence, others: list[Sequence], extra: int = 0) -> bool:
         """Whether the pool and `extra` pages are expected to hold a sequence beside others until they end."""
         if self.admission == "greedy" or not others:
             return True
         return self.forecast.peak_pages([sequence, *others]) <= self.cache.spec.num_pages + extra
+
+    def _lets_in(self) -> bool:
+        """Whether prompts may start, if they fit."""
+        if self.swapped or not self.waiting or not self.cache.free_slots:
+            return False
+        if not self.running:
+            return True
+        wanted = 0 if self._hold_prompts else self._wanted()
+        return wanted == 1 or (wanted > 1 and self._can_start(wanted, self.cache.free_pages - self._bound()))
+
+    def _wanted(self) -> int:
+        """How many prompts have to start together, if any is to."""
+        return self.gathering.wanted(self.waiting, len(self.running))
+
+    def _can_start(self, count: int, free_pages: int) -> bool:
+        """Whether the first `count` that wait would find slots and pages beside what runs, as far as is known."""
+        if count > self.cache.free_slots:
+            return False
+        first, *others = islice(self.waiting, count)
+        needed = sum(map(self.forecast.start_pages, (first, *others))) + self.cache.spec.head_slots
+        return needed <= free_pages and self._fits_until_it_ends(first, others + self.running, self._overcommit())
 
     def _overcommit(self) -> int:
         """Pages beyond the pool that prompts may be expected to need."""
@@ -183,30 +198,49 @@ class Scheduler:
         if not self.running:
             return 0
         moved = moved_pages(self.running, self.cache.spec.head_slots) if len(self.running) > 1 else 0
-        return self.cache.step_page_bound(self._slots(self.running)) + moved
+        with concerning(*self.running):
+            self._reserved = self.cache.step_page_bound(self._slots(self.running)) + moved
+        return self._reserved
 
     def _resume(self) -> None:
         while self.swapped:
-            sequence = self.swapped[0]
-            assert sequence.swapped is not None
-            reserve = self._bound() + self.cache.spec.head_slots if self.running else 0
-            if sequence.swapped.num_pages + reserve > self.cache.free_pages or not self.cache.free_slots:
-                return
-            if not self._fits_until_it_ends(sequence, self.running):
-                return
-            try:
-                sequence.slot = self.cache.swap_in(sequence.swapped)
-            except (RuntimeError, MemoryError) as error:
-                _log.warning("a request is computed anew, since it could not be swapped in: %s", error)
-                self._start_anew(self.swapped.popleft())
-                return
-            sequence.swapped, sequence.status = None, Status.RUNNING
-            self.running.append(self.swapped.popleft())
+            with concerning(self.swapped[0]):
+                if not self._comes_back(self.swapped[0]):
+                    return
+
+    def _comes_back(self, sequence: Sequence) -> bool:
+        """Swap the first of those in host memory in, if it fits."""
+        assert sequence.swapped is not None
+        reserve = self._bound() + self.cache.spec.head_slots if self.running else 0
+        if sequence.swapped.num_pages + reserve > self.cache.free_pages or not self.cache.free_slots:
+            return False
+        if not self._fits_until_it_ends(sequence, self.running):
+            return False
+        try:
+            sequence.slot = self.cache.swap_in(sequence.swapped)
+        except (RuntimeError, MemoryError) as error:
+            _log.warning("a request is computed anew, since it could not be swapped in: %s", error)
+            self._start_anew(self.swapped.popleft())
+            return False
+        sequence.swapped, sequence.status = None, Status.RUNNING
+        self.running.append(self.swapped.popleft())
+        return True
 
     def _admit(self) -> list[Sequence]:
         prompts: list[Sequence] = []
+        try:
+            self._choose_prompts(prompts)
+        except Exception:
+            for sequence in reversed(prompts):
+                self._take_back(sequence)
+            raise
+        self.running.extend(prompts)
+        return prompts
+
+    def _choose_prompts(self, prompts: list[Sequence]) -> None:
+        """Give slots to those that wait, and move them to `prompts`, as long as they fit."""
         free, tokens = self.cache.free_pages - self._bound(), 0
-        courses = [self.forecast.course(s) for s in self.running] if self.waiting and self.cache.free_slots else []
+        courses = [self.forecast.course(s) for s in self.running]
         while self.waiting and self.cache.free_slots:
             sequence = self.waiting[0]
             expected = self.forecast.start_pages(sequence)
@@ -222,13 +256,12 @@ class Scheduler:
             if careful and peak(courses) > self.cache.spec.num_pages + self._overcommit():
                 break
             free -= expected
-            sequence.slot = self.cache.admit(sequence.policy.rule)
+            with concerning(sequence):
+                sequence.slot = self.cache.admit(sequence.policy.rule)
             sequence.status, sequence.fed = Status.RUNNING, 0
             prompts.append(self.waiting.popleft())
             if sequence.prefill_failures:
                 break
-        self.running.extend(prompts)
-        return prompts
 
     def _make_room(self) -> list[Sequence]:
         """Preempt the newest sequences until the next step fits for sure. A sequence that is alone and still does not
@@ -238,7 +271,8 @@ class Scheduler:
             victim = self.running.pop()
             if not self.running:
                 return [victim]
-            self._preempt(victim)
+            with concerning(victim):
+                self._preempt(victim)
         return []
 
     def _preempt(self, victim: Sequence) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from siftkv.cache.recovery import discard
 from siftkv.engine.cascade import cascade_of, run_due
 from siftkv.engine.engine import Engine
 from siftkv.engine.outputs import KVReport
@@ -66,7 +67,7 @@ def step_rows(engine: Engine, rows: SequenceOf[SteppedRow], choose: Choose) -> l
             feed = _chosen(choose, live, logits)
         reports |= {i: kv_report(cache, slot, bound[i].name) for i, slot in slots.items()}
     finally:
-        cache.release(list(slots.values()))
+        discard(cache, list(slots.values()))  # an error may have come in the middle of a step
     return [reports[i] for i in range(len(rows))]
 
 

@@ -229,7 +229,7 @@ class EngineWorker:
             if self._stopping:
                 return False
         self._obey(llm)
-        if llm.engine.has_work:
+        if llm.engine.has_work or llm.engine.failed:
             self._left(self._ledger.deliver(llm, llm.engine.step()))
         self._renew(llm)
         return True

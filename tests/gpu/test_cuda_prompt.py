@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from siftkv.attention import prefill
 from siftkv.cache.conditioning import hadamard
 from siftkv.cache.integrity import check_integrity
 from siftkv.errors import FormatError
@@ -96,6 +97,24 @@ def test_no_rows_and_other_types() -> None:
 
 
 LENGTHS = (300, 1, 3000, 17, 1024, 64, 1500)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "length", "heads"),
+    [(1, 777, (12, 2)), (1, 1301, (12, 2)), (3, 129, (32, 8)), (1, 3001, (32, 8)), (2, 130, (4, 4))],
+)
+def test_padding_for_the_library_changes_no_bit(prompts: int, length: int, heads: tuple[int, int]) -> None:
+    generator = torch.Generator("cuda").manual_seed(length)
+    qkv = torch.randn(prompts, length, sum(heads) + heads[1], 128, generator=generator, device="cuda").bfloat16()
+    q, k, v = qkv.split((*heads, heads[1]), 2)
+    if not prefill._cudnn_gives_lse(q):
+        pytest.skip("cuDNN does not serve this GPU")
+    assert prefill.planned_length(length, prompts) > length
+    found = prefill._cudnn_attention(q, k, v)
+    out, lse = prefill._planned(*(x.transpose(1, 2) for x in (q, k, v)))
+    assert torch.equal(found[0], out.transpose(1, 2))
+    assert torch.equal(found[1], lse.view(prompts, heads[0], length))
+    assert found[0][0].flatten(1).data_ptr() == found[0].data_ptr(), "its layout saves a copy"
 
 
 def batch_of(lengths: tuple[int, ...], measured: bool = True, window: int = 32, sinks: int = 4) -> PromptBatch:

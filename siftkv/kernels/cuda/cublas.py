@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from siftkv.errors import SiftKVError
+from siftkv.kernels.cuda.driver import current_stream
 
 WORKSPACE_BYTES = 32 << 20
 """Most that an algorithm may ask for to pass parts of sums between its blocks."""
@@ -214,7 +215,7 @@ class Product:
             _out(algorithm),
             ctypes.c_void_p(None if space is None else space.data_ptr()),
             ctypes.c_size_t(0 if space is None else space.nbytes),
-            ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+            ctypes.c_void_p(current_stream(x.device.index)),
         )
         _check(status, "multiply")
 

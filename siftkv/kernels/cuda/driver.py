@@ -56,6 +56,13 @@ def _check(status: int, what: str) -> None:
         raise SiftKVError(f"the CUDA driver failed to {what}: {(text.value or b'unknown error').decode()}")
 
 
+def current_stream(device: int | None = None) -> int:
+    """The handle of a device's current stream, the current device's by default. `torch.cuda.current_stream` looks at
+    the environment each time, which takes the host longer than a launch; a prompt pass has hundreds.
+    """
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice() if device is None else device)
+
+
 class Kernel:
     """One function of a loaded module, launched on the current stream; launches can be captured in a CUDA graph."""
 
@@ -74,7 +81,7 @@ class Kernel:
         early: the kernel may start before its predecessor in the stream ends, on GPUs that know this; it waits inside
             for what it reads.
         """
-        config = _Config(*grid, 1, self._threads, 1, 1, self._shared, torch.cuda.current_stream().cuda_stream)
+        config = _Config(*grid, 1, self._threads, 1, 1, self._shared, current_stream())
         attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
         if early and self._starts_early:
             config.attributes, config.count = ctypes.pointer(attribute), 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siftkv.kernels.state import CacheState, table_column
+from siftkv.kernels.state import UNLIMITED, CacheState, table_column
 
 
 def take_pages(state: CacheState, count: Tensor) -> Tensor:
@@ -68,6 +68,30 @@ def tokens_a_page(state: CacheState) -> Tensor:
         state.scratch["tokens_a_page"] = torch.tensor(sizes, device=state.lengths.device)
     tokens: Tensor = state.scratch["tokens_a_page"]
     return tokens
+
+
+def caps_after(state: CacheState, slots: Tensor, seen: Tensor) -> Tensor:
+    """Tokens that each head's tiers may hold when requests in `slots` (int64 `[B]`) have seen `seen` (int64 `[B]`)
+    tokens: int64 `[B, L, H, T]`. A share fills its last page.
+    """
+    cap, tokens = state.cap[slots].long(), tokens_a_page(state)
+    share = (state.cap_share[slots] * seen[:, None, None, None].float()).ceil()
+    filled = -(-share.clamp(-1.0, UNLIMITED).long() // tokens) * tokens
+    return torch.where(share < cap.float(), filled.minimum(cap), cap)
+
+
+def most_taken(state: CacheState, slots: Tensor, steps: int) -> Tensor:
+    """Most pages that the next `steps` decode steps of requests can take: slots int64 `[B]` to int64 `[]`, on the
+    cache's device.
+
+    A tier takes a page if the tokens that may come to it, one a step (two with catch-up), exceed what its last page has
+    room for, and it may hold more by then; a head takes no more than one page a step (two with catch-up).
+    """
+    most = steps * (1 + state.catch_up[slots])[:, None, None]
+    length = state.lengths[slots].long()
+    full = length + -length % tokens_a_page(state)
+    ending = (full - length < most[..., None]) & (caps_after(state, slots, state.seen[slots] + steps) > full)
+    return torch.minimum(ending.sum(-1), most).sum()
 
 
 DEFERS_FAULTS = False
