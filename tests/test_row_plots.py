@@ -36,6 +36,15 @@ def test_a_panel_a_unit_with_marks_and_colours(monkeypatch: pytest.MonkeyPatch, 
     assert not speed.lines
 
 
+def test_a_value_far_beyond_the_marks_gets_a_logarithmic_panel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    near, far = Row(what="near", value=0.5, unit="ms", bar="<= 0.7"), Row(what="far", value=573.0, unit="ms")
+    (panel,) = drawn([near, far], monkeypatch, tmp_path / "rows.png").axes
+    assert panel.get_xscale() == "log"
+    assert panel.get_xlim()[0] < 0.5
+    (panel,) = drawn([near, near], monkeypatch, tmp_path / "rows.png").axes
+    assert panel.get_xscale() == "linear"
+
+
 def test_redraw_writes_beside_the_file(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     ResultsFile(name="step", command="siftkv bench step", rows=ROWS).write(path)

@@ -18,10 +18,14 @@ _MET, _MISSED = SERIES[0], SERIES[1]
 _LINE, _FRAME = 0.21, 0.55
 """Inches of a row, and of a panel's edge with its unit."""
 
+_FAR = 100
+"""A panel is logarithmic where a value is so many times what is wanted of others."""
+
 
 def plot_rows(rows: Sequence[Row], path: str | Path, title: str) -> None:
-    """Values of the rows whose value is a number, unit by unit in order of appearance, each from zero; a dark mark
-    stands where its bar does, and a value that misses it has another colour.
+    """Values of the rows whose value is a number, unit by unit in order of appearance; a dark mark stands where its
+    bar does, and a value that misses it has another colour. A unit whose values lie far beyond its marks is drawn on
+    a logarithmic axis, any other from zero.
 
     Raises SiftKVError when the picture cannot be written.
     """
@@ -49,6 +53,10 @@ def _panel(axes: Any, own: Sequence[tuple[Row, float]], unit: str) -> None:
         axes.annotate(shown, (1.02 * reach, place), fontsize=7, va="center", annotation_clip=False)
     axes.set_yticks(range(len(own)), [row.what for row, _ in own], fontsize=7)
     axes.set_xlim(0, reach or 1.0)
+    least = min((value for _, value in own), default=0.0)
+    if bars and least > 0 and reach > _FAR * max(limit for _, limit in bars):
+        axes.set_xscale("log")
+        axes.set_xlim(least / 2, reach)
     axes.invert_yaxis()
     axes.set_xlabel(unit or "count", fontsize=8, loc="left")
     axes.spines[["top", "right", "left"]].set_visible(False)
