@@ -14,7 +14,7 @@ from tests.tiny import prompt, tiny_llm
 
 
 def waiting(*priorities: int, **first: Any) -> list[Any]:
-    rest = {"prefill_failures": 0, "output_ids": [], "prompt_ids": [0] * 100}
+    rest = {"prefill_failures": 0, "output_ids": [], "prompt_ids": [0] * 100, "max_tokens": 500}
     found = [SimpleNamespace(params=SimpleNamespace(priority=p), **rest) for p in priorities]
     vars(found[0]).update(first)
     return found
@@ -46,6 +46,8 @@ def test_nobody_is_held_for_long() -> None:
     assert after(0).wanted(many, 64) == 8
     assert after(_PATIENCE - 1).wanted(many, 64) == 8
     assert after(_PATIENCE).wanted(many, 64) == 1
+    short = waiting(*[0] * 20, max_tokens=3)
+    assert [after(steps).wanted(short, 64) for steps in (2, 3)] == [8, 1], "no longer than the answer may be"
 
 
 @pytest.mark.parametrize("first", [{"prefill_failures": 1}, {"output_ids": [5]}])
@@ -92,7 +94,7 @@ def test_a_prompt_is_held_for_few_steps() -> None:
     """One request ends early, the others go on: whoever is next has a slot, and none beside it."""
     llm = gathering_llm(9, True)
     steps, engine = 0, llm.engine
-    for i, n in enumerate([4, *[100] * 8, 10, 10, 10]):
+    for i, n in enumerate([4, *[100] * 8, 50, 50, 50]):
         params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
         engine.add(prompt(30, seed=i), params, llm.kv, request_id=f"{i}")
     while engine.sequences("9")[0].slot < 0:
@@ -100,6 +102,20 @@ def test_a_prompt_is_held_for_few_steps() -> None:
         steps += 1
     assert _PATIENCE <= steps <= _PATIENCE + 2
     assert len(engine.scheduler.waiting) == 2
+
+
+def test_short_answers_beside_long_ones_do_not_wait_for_slots_that_never_come() -> None:
+    llm = gathering_llm(9, True)
+    engine, calls = llm.engine, 0
+    for i in range(8):
+        engine.add(prompt(10, seed=i), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), llm.kv)
+    engine.step()
+    short = [engine.add(prompt(10, seed=i), SamplingParams(temperature=0, max_tokens=1), llm.kv) for i in range(20)]
+    while any(engine.sequences(i)[0].finish_reason is None for i in short):
+        engine.step()
+        calls += 1
+    assert calls <= 45, "one after the other through the only free slot, a step of the others between"
+    assert len(engine.scheduler.running) == 8
 
 
 def test_a_prompt_that_comes_to_a_free_place_starts_at_once() -> None:

@@ -132,3 +132,33 @@ def test_who_was_refused_does_not_break_off_the_next_step() -> None:
             llm.engine.step()
     assert len(asked) > 20
     assert not any(asked)
+
+
+@pytest.mark.parametrize("kv", ["full:window=8", "hardkv:p=0.9,window=8,queries=8,interval=64,lower=16,upper=24"])
+def test_who_fits_is_not_kept_waiting_by_what_an_earlier_step_might_have_taken(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps begin to overlap when triggers are due, or when every last page is full: soon afterwards neither is so."""
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
+    cache = tiny_llm(kv, max_window=8, max_num_seqs=8, max_model_len=400).cache
+    full = kv.startswith("full")
+    page, pages = cache.spec.layouts[0].tokens, 36 if full else 132
+    memory = cache.usage().allocated + (pages - cache.spec.num_pages) * (cache.spec.page_bytes + 4)
+    llm = tiny_llm(kv, max_window=8, max_num_seqs=8, max_model_len=400, kv_cache_memory_bytes=memory)
+    engine, steps = llm.engine, 0
+    engine.runner.graphs = EagerGraphs(llm)  # type: ignore[assignment]
+    for n in range(4 if full else 6):
+        params = SamplingParams(temperature=0, max_tokens=6 if full and n == 0 else 250, ignore_eos=True)
+        engine.add(prompt(8 + page if full else 60, seed=n), params, llm.kv)
+    for _ in range(1 if full else 3):
+        engine.step()
+    late = engine.add(
+        prompt(8 + 2 * page if full else 60, seed=9),
+        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+        llm.kv,
+    )
+    while engine.sequences(late)[0].slot < 0 and engine.sequences(late)[0].finish_reason is None:
+        engine.step()
+        steps += 1
+    assert steps <= 20
+    llm.cache.check_integrity()

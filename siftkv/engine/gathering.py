@@ -33,13 +33,16 @@ class Gathering:
 
     def wanted(self, waiting: SequenceOf[Sequence], running: int) -> int:
         """How many of those that wait must be able to start together for any to start: no more than half of them, or
-        than a pass takes, and at least one. Who is more urgent than the others, or was preempted, is not held back.
+        than a pass takes, and at least one. Who is more urgent than the others, or was preempted, is not held back, and
+        nobody for more steps than the own answer may have.
         """
         worth = max(running // _PART, min(_FEW, running // _PART_OF_FEW))
         count = min(-(-len(waiting) // 2), worth)
-        if not self._active or self._steps >= _PATIENCE or count <= 1:
+        if not self._active or count <= 1:
             return 1
         first, last = waiting[0], waiting[count - 1]
+        if self._steps >= min(_PATIENCE, first.max_tokens):
+            return 1
         if first.prefill_failures or first.output_ids or first.params.priority < last.params.priority:
             return 1
         ends = accumulate(len(s.prompt_ids) for s in islice(waiting, count))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from siftkv.engine.foreign import GRAMMAR
 from siftkv.errors import RequestError
 
 # Unbounded white space lets a weak model fill its whole budget with it.
@@ -45,7 +46,8 @@ class GrammarState:
         if self._error is not None:  # how far the matcher came is not known: text that it does not allow might follow
             raise self._error
         try:
-            return self._allowed(output_ids, vocab)
+            with GRAMMAR:  # in here, for a panic is no Exception
+                return self._allowed(output_ids, vocab)
         except Exception as error:
             self._error = error
             raise

@@ -21,6 +21,9 @@ Preemption = Literal["swap", "recompute"]
 Admission = Literal["careful", "greedy"]
 
 _log = logging.getLogger("siftkv.engine")
+_LASTS = 16
+"""Steps for which the pages that a step may take are taken to be what they were."""
+
 _OVERCOMMIT = 1 / 20
 """Of the pool, while swap space lasts: the last of many equal requests then waits in host memory for the end of the
 first, instead of for a wave of its own.
@@ -70,6 +73,7 @@ class Scheduler:
         self.gathering = Gathering(cache.kernels.DEFERS_FAULTS, max_batched_tokens)
         self._hold_prompts = False
         self._reserved = 0  # pages that the next step may take, when they were last counted
+        self._asked = 0  # how often somebody relied on that number since
 
     @property
     def swapped_bytes(self) -> int:
@@ -102,10 +106,15 @@ class Scheduler:
         return Batch(decode=list(self.running), failed=failed)
 
     def wants_turn(self, free_pages: int) -> bool:
-        """Whether requests that wait could probably start now; `free_pages` as last heard of."""
+        """Whether requests that wait could probably start now; `free_pages` as last heard of.
+
+        What the next step may take was counted when steps began to overlap, since counting waits for the device. So
+        every few steps the answer does without it, and if it is yes, `schedule` counts anew.
+        """
+        self._asked += 1
         if not self.cache.free_slots:
             return False
-        free_pages -= self._reserved
+        free_pages -= self._reserved if self._asked <= _LASTS else 0
         if self.swapped:
             first = self.swapped[0]
             assert first.swapped is not None
@@ -121,6 +130,7 @@ class Scheduler:
                 queue.remove(sequence)
         if sequence.slot >= 0:
             self.cache.release([sequence.slot])
+        self._reserved = 0
         sequence.slot, sequence.swapped, sequence.status = -1, None, Status.FINISHED
 
     def requeue(self, sequences: list[Sequence], admitted: int) -> list[Sequence]:
@@ -199,8 +209,8 @@ class Scheduler:
             return 0
         moved = moved_pages(self.running, self.cache.spec.head_slots) if len(self.running) > 1 else 0
         with concerning(*self.running):
-            self._reserved = self.cache.step_page_bound(self._slots(self.running)) + moved
-        return self._reserved
+            self._reserved, self._asked = self.cache.step_page_bound(self._slots(self.running)), 0
+        return self._reserved + moved  # triggers run before the step, and their pages are free again for the next one
 
     def _resume(self) -> None:
         while self.swapped:

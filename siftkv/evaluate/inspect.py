@@ -86,7 +86,8 @@ def inspect_request(
     llm: LLM, prompt_ids: SequenceOf[int], params: SamplingParams, every: int, advance: Callable[[], None]
 ) -> Inspection:
     """Run one prompt under the engine's own policy and look after every trigger, or where there are none after every
-    `every` tokens. `advance` is called after each token. Raises what `Engine.add` raises, the request's own error, and
+    `every` tokens. `advance` is called after each token. From then on this LLM's triggers measure coverage exactly,
+    which takes them longer. Raises what `Engine.add` raises, the request's own error, and
     RequestError for one that ends with its first token, when nothing can be looked at yet.
     """
     engine = llm.engine

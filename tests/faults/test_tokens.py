@@ -183,16 +183,17 @@ def test_a_tokenizer_that_fails_while_layers_are_measured_refuses_the_request(mo
     assert not llm.engine.has_work
 
 
-def test_a_grammar_that_raised_is_not_asked_to_go_on() -> None:
+@pytest.mark.parametrize("error", [ValueError("half way"), PanicException("half way")])
+def test_a_grammar_that_raised_is_not_asked_to_go_on(error: BaseException) -> None:
     calls = []
 
     def consume(tokens: list[int]) -> bool:
         calls.append(tokens)
-        raise ValueError("half way")
+        raise error
 
     matcher = SimpleNamespace(consume_tokens=consume, is_error=lambda: False, compute_bitmask=lambda: b"\xff")
     state = GrammarState(matcher)
     for _ in range(2):
-        with pytest.raises(ValueError, match="half way"):
+        with pytest.raises((ValueError, LibraryFailed), match="half way"):
             state.allowed([3], 8)
     assert calls == [[3]]
