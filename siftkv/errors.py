@@ -36,7 +36,7 @@ class StepFailed(SiftKVError):
 
 
 class LibraryFailed(SiftKVError):
-    """A tokenizer or a grammar broke one of its own assertions."""
+    """A tokenizer or a grammar broke one of its own assertions, or panicked."""
 
 
 class DeviceLost(SiftKVError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
-from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning
+from siftkv.cache import CacheSpec, KVCache, SlotRule, build_conditioning, compaction
 from siftkv.cache.page_size import choose_page_bytes
 from siftkv.formats import PageLayout, Tier, TierFormat
 from siftkv.kernels import reference
@@ -148,3 +150,18 @@ def vote_bounds(tokens: LayerTokens, rule: SelectionRule, noise: float) -> tuple
 def _count(raw: Tensor, p: float) -> Tensor:
     largest = raw.double().sort(-1, descending=True).values
     return ((largest.cumsum(-1) < p).sum(-1) + 1).minimum((raw > 0).sum(-1))
+
+
+def twin(cache: KVCache) -> KVCache:
+    made = copy.copy(cache)
+    scratch, cache.state.scratch = cache.state.scratch, {}
+    made.state = copy.deepcopy(cache.state)
+    cache.state.scratch = scratch
+    return made
+
+
+def candidates(cache: KVCache, layer: int, slot: int, keep: Tensor) -> tuple[compaction.HeadTokens, Tensor]:
+    """All tokens of a layer, and `keep` of a selection laid over them."""
+    tokens = cache.tokens(layer, slot)
+    place = ((tokens.tier >= 0).cumsum(-1) - 1).clamp_min(0)
+    return tokens, (tokens.tier >= 0) & (keep[layer].gather(-1, place) > 0)

@@ -19,11 +19,13 @@ from siftkv.kernels.cuda.device import GPU
 from siftkv.kernels.cuda.select import selects
 from tests.gpu import test_cuda_attention as attention
 from tests.gpu import test_cuda_fused as fused
-from tests.gpu import test_cuda_hardkv as hardkv
 from tests.gpu import test_cuda_prompt as prompt
+from tests.gpu import test_cuda_rewrite as rewrite
+from tests.gpu import test_cuda_select as select
 from tests.gpu import test_cuda_sift as sift
 from tests.gpu import test_gpu_engine as engine
 from tests.gpu import test_gpu_hardkv as hardkv_engine
+from tests.gpu.hardkv_helpers import hard_cache, rule_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +69,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, head_dim 256": lambda: attention.test_head_dims(256),
     "attention, graph": lambda: attention.test_captured_in_a_graph(),
     "attention, log-weights, skipped pages": lambda: (
-        hardkv.test_attention_with_log_weights_skipped_pages_and_a_query_ring(
+        rewrite.test_attention_with_log_weights_skipped_pages_and_a_query_ring(
             ("bf16", "k8v4"), {"weights": True, "skips": True, "bias": True}
         )
     ),
@@ -76,9 +78,9 @@ CASES: dict[str, Callable[[], None]] = {
     "appending": lambda: sift.test_append_tokens_is_the_same_to_the_bit(("k8v4", "k4v4", "k4v2"), 1.0),
     "prompts": lambda: prompt.test_many_short_prompts_take_pages_in_order(),
     "importance": lambda: prompt.test_importance_agrees(1500, 2, 4, 128, torch.bfloat16, 1),
-    "rewriting": lambda: hardkv.test_a_rewrite_is_the_generic_one(("bf16", "k8v4"), True, True),
+    "rewriting": lambda: rewrite.test_a_rewrite_is_the_generic_one(("bf16", "k8v4"), True, True),
     "rewriting between steps": (
-        lambda: hardkv.test_a_captured_step_goes_on_after_a_rewrite_and_tokens_that_came_meanwhile_stay()
+        lambda: rewrite.test_a_captured_step_goes_on_after_a_rewrite_and_tokens_that_came_meanwhile_stay()
     ),
     "linear layers": lambda: fused.test_linear_layers_of_few_rows(2, 14336, 130, torch.bfloat16),
     "linear layers, odd sizes": lambda: fused.test_linear_layers_of_few_rows(1, 1544, 6, torch.float16),
@@ -100,10 +102,10 @@ def test_what_holds_on_any_gpu(other: GPU, case: str) -> None:
 @pytest.mark.parametrize(("metric", "p"), [("attention", 0.9), ("snapkv", 0.9), ("accumulated", 0.8)])
 def test_selections(other: GPU, metric: str, p: float, case: str) -> None:
     if metric == "accumulated" and other.block_shared_bytes < 128 * 1024:
-        cache = hardkv.hard_cache(lengths=(100,))
-        assert not selects(cache.state, hardkv.rule_for(cache, metric, p))
+        cache = hard_cache(lengths=(100,))
+        assert not selects(cache.state, rule_for(cache, metric, p))
         return
-    hardkv.test_votes_lie_between_what_the_exact_rule_needs_and_its_stated_excess(case, metric, p)
+    select.test_votes_lie_between_what_the_exact_rule_needs_and_its_stated_excess(case, metric, p)
 
 
 def test_code_is_for_the_other_gpu(other: GPU) -> None:
