@@ -90,4 +90,5 @@ def plot_counts(inspection: Inspection, path: str | Path) -> None:
         axes[2].set_ylabel("attention kept, %")
         axes[2].legend(frameon=False, fontsize=8)
     axes[-1].set_xlabel("tokens of context")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)  # two looks may lie a token apart
     save_figure(figure, path, f"{inspection.model}, {inspection.policy.partition(',window')[0]}")

@@ -12,6 +12,7 @@ from siftkv import SamplingParams
 from siftkv.benchmarks import selection
 from siftkv.cli import app
 from siftkv.errors import RequestError
+from siftkv.evaluate import inspect_plots
 from siftkv.evaluate.inspect import Inspection, inspect_request
 from siftkv.evaluate.inspect_plots import plot_counts, plot_maps, spread_heads
 from tests.tiny import prompt, tiny_llm
@@ -71,6 +72,15 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         plot_counts(found, tmp_path / "counts.png")
         for name in ("maps.png", "counts.png"):
             assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_axis_of_tokens_has_whole_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures = []
+    monkeypatch.setattr(inspect_plots, "save_figure", lambda figure, *_: figures.append(figure))
+    plot_counts(look(HARDKV, tokens=3), tmp_path / "counts.png")
+    [figure] = figures
+    figure.draw_without_rendering()
+    assert all(tick == round(tick) for tick in figure.axes[-1].get_xticks())
 
 
 def test_the_command_wants_one_prompt() -> None:
